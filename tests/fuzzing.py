@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import dp_compile
 from dp_compile.errors import VoidBackwardError
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
-from dp_compile.replication.module import set_gradient_divide_factor
+from dp_compile.replication.gradient_averaging import set_gradient_divide_factor
+from dp_compile.replication.module import replica_of
 
 Batch = tuple[Tensor, Tensor, tuple[tuple[None, ...], ...]]
 VOCABULARY = 7
@@ -707,7 +708,7 @@ class Run:
             if case.divides:
                 self.reference.divisor = case.divides[number % len(case.divides)]
                 for part in self.parts[: 1 if case.part_by == "hook" else None]:
-                    set_gradient_divide_factor(part, self.reference.divisor)
+                    set_gradient_divide_factor(replica_of(part), "a part", self.reference.divisor)
             if step.transform:
                 self.transform(number, step, run)
             self.step(number, step, run, optimizers)

@@ -122,6 +122,21 @@ def run_wrap_policy(policy: Any, module: nn.Module, ignored: set[nn.Module]) -> 
     return cast(dict[nn.Module, dict[str, Any]], policy._run_policy(module, ignored, {}))
 
 
+def run_auto_wrap_policy(policy: Callable[..., bool], module: nn.Module, ignored: set[nn.Module]) -> set[nn.Module]:
+    """The modules that FSDP wraps by a policy that is a function with a `recurse` argument."""
+    from torch.distributed.fsdp.wrap import _recursive_wrap  # loads FSDP
+
+    chosen: set[nn.Module] = set()
+
+    def note(wrapped: nn.Module) -> nn.Module:
+        chosen.add(wrapped)
+        return wrapped
+
+    parameters = {parameter for each in ignored for parameter in each.parameters()}
+    _recursive_wrap(module, policy, note, ignored, parameters)
+    return chosen
+
+
 def is_mixed_precision_policy(policy: object) -> bool:
     """Whether it is FSDP2's `MixedPrecisionPolicy`. Its module was loaded by the code that made one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

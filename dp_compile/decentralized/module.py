@@ -27,8 +27,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.planner import Planned
-from dp_compile.replication.forward_hooks import Installed
-from dp_compile.replication.module import behind, is_pending, parts_of, replica_of, unwrap
+from dp_compile.replication.module import Installed, Pending, behind, parts_of, replica_of, state_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.tensor_parallel import refuse_dtensors
 
@@ -101,7 +100,7 @@ def decentralize(
         raise ModuleError("a part of the module is replicated already: its gradients are reduced. Replicate no part.")
     replicate(module, config=options)
     try:
-        if is_pending(unwrap(module)):
+        if isinstance(state_of(module), Pending):
             raise ModuleError("the module has parameters without values. Run a forward, or give them values, before.")
         replica = replica_of(module)
         with telling_the_others(replica, CALL):

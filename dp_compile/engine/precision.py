@@ -1,20 +1,19 @@
-"""The dtype in which a replicated module computes: its forward sees its parameters cast, no other code does.
+"""Mixed precision: in a replicated module's forward its floating parameters are casts, for all other code they are not.
 
-    forward begins    each floating parameter is cast, once, and the cast stands where the parameter stood
-    forward ends      the parameters are back, whatever happened: an exception, Ctrl-C, a graph break
-    backward          gradients go through the casts to the parameters, in the parameters' own dtype
+    forward begins    each floating parameter is cast once, and the cast takes its place in `_parameters`
+    forward ends      the parameters are back: after an exception, Ctrl-C and a graph break too
+    backward          gradients pass through the casts and arrive in the parameters' own dtype
 
-It is plain Python that Dynamo traces with the forward: a compiled forward has the casts in its graph. A forward that
-was not compiled as a whole is recomputed by activation checkpointing in Python, in the backward; so its casts stand
-there once more as long as that runs (`recomputing`).
+As in FSDP2's pre- and post-forward, but in Python that Dynamo traces: a compiled forward has the casts in its graph. In
+a forward that was not compiled as a whole, activation checkpointing calls modules again during the backward, so the
+casts are put back for that long (`recomputing`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -22,21 +21,25 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler
+from dp_compile._torch.dtensors import is_dtensor
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.errors import ModuleError
 
 ATTRIBUTE: Final = "_dp_compile_precision"
-"""Where a module keeps it: Dynamo finds it there."""
+"""A module's attribute for its `Precision`: Dynamo has to find it there."""
 
 _PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
 
 CastSite = tuple[tuple[str, ...], nn.Module | None, str]
-"""The names of the modules from the root to a submodule; that one, `None` if it is the root itself; the name of one of
-its own parameters. By the names, graphs get the names that users know; they lead nowhere once a wrapper was put
-around."""
+"""The names of the modules from the root to the owner, the owner (`None`: the root), the name of its parameter.
+
+Dynamo names a graph's inputs by the way from the root. The owner itself counts where a wrapper was put around it since.
+"""
 
 
-class _Standing(NamedTuple):
-    """A cast that stands where a parameter stood."""
+class _Cast(NamedTuple):
+    """A cast in the place of a parameter."""
 
     container: dict[str, Any]
     name: str
@@ -51,59 +54,54 @@ class Precision:
     Args:
         param_dtype: floating parameters are cast to it, and floating inputs with `cast_inputs`.
         output_dtype: floating outputs are cast to it.
-        parameters: the places that are cast, those of one tied parameter together.
+        sites: where parameters are cast; the sites of one tied parameter together.
     """
 
     param_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     cast_inputs: bool
-    parameters: tuple[tuple[CastSite, ...], ...]
+    sites: tuple[tuple[CastSite, ...], ...]
     depth: int = 0
     """How many forwards that are not compiled as a whole, and backwards of them, are under way."""
-    _standing: list[_Standing] = field(default_factory=list)
-    _kept: list[_Standing] = field(default_factory=list)
-    """What recomputation needs of the last forward that was not compiled as a whole."""
+    _active: list[_Cast] = field(default_factory=list)
+    _kept: list[_Cast] = field(default_factory=list)
+    """The casts of the last forward that was not compiled as a whole, for recomputation."""
     _awaited: int = 0
-    """How many such forwards still have their backward before them."""
+    """How many such forwards have not had their backward."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return (type(None), ())
 
-    @property
-    def stands(self) -> bool:
-        """Whether the module holds casts at the moment."""
-        return self.depth > 0
-
     def run(
         self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """`forward(*args, **kwargs)`, which computes with `root`, as this says."""
+        """`forward(*args, **kwargs)`, which computes with the parameters of `root`, in this precision."""
         if self.cast_inputs:
             # One by one: a list that the forward is to fill stays the caller's.
             args = tuple(cast_all(each, self.param_dtype) for each in args)
             kwargs = {name: cast_all(each, self.param_dtype) for name, each in kwargs.items()}
         # Dynamo cannot go on after a graph break inside `try`: then this runs as Python, and what it calls is traced.
         traced = torch.compiler.is_compiling()
-        standing: list[_Standing] = []
+        casts: list[_Cast] = []
         try:
             if traced:
-                self._enter(root, standing)
+                self._cast(root, casts)
             else:
-                self._enter_untraced(root)
+                self._begin(root)
             result = forward(*args, **kwargs)
         finally:
             if traced:
-                _leave(standing)
+                _restore(casts)
             else:
-                self._leave_untraced()
+                self._end()
         return cast_all(result, self.output_dtype)
 
-    def _enter(self, root: nn.Module, standing: list[_Standing]) -> None:
-        """Let the cast of each parameter stand in all its places, and note them in `standing`."""
-        for places in self.parameters:
+    def _cast(self, root: nn.Module, casts: list[_Cast]) -> None:
+        """Put the cast of each parameter into all its places, and append them to `casts`."""
+        for sites in self.sites:
             seen: torch.Tensor | None = None
             cast: torch.Tensor | None = None
-            for path, known, name in places:
+            for path, known, name in sites:
                 owner: nn.Module | None = root
                 for part in path:
                     owner = None if owner is None else owner._modules.get(part)
@@ -116,60 +114,50 @@ class Precision:
                 if tensor is not seen:  # the user may have untied it
                     seen, cast = tensor, tensor.to(self.param_dtype)
                 assert cast is not None
-                standing.append(_Standing(container, name, tensor, cast))
+                casts.append(_Cast(container, name, tensor, cast))
                 container[name] = cast
 
     @compiler.untraced(_PYTHON)
-    def _enter_untraced(self, root: nn.Module) -> None:
-        """As `_enter`. Of forwards that are one inside another, or in two threads, the first one casts for all."""
-        with _lock:
-            self.depth += 1
-            if self.depth == 1:
-                self._standing = []
-                self._enter(root, self._standing)
-            for each in self._standing if torch.is_grad_enabled() else ():
-                if each.original.requires_grad and not each.cast.requires_grad:
-                    raise ModuleError(
-                        f"a forward with gradients began while one without was under way, of the module that has "
-                        f"{each.name}. With a mixed precision policy they use the same casts: run one after the other."
-                    )
+    def _begin(self, root: nn.Module) -> None:
+        """As `_cast`; of forwards inside one another the outermost casts."""
+        self.depth += 1
+        if self.depth == 1:
+            self._active = []
+            self._cast(root, self._active)
 
     @compiler.untraced(_PYTHON)
-    def _leave_untraced(self) -> None:
-        with _lock:
-            self.depth -= 1
-            if self.depth:
-                return
-            standing, self._standing = self._standing, []
-            _leave(standing)
-            if torch.is_grad_enabled() and standing:
-                self._kept, self._awaited = standing, self._awaited + 1
-                _recomputed.add(self)
-        for each in standing:  # as far as torch keeps count
+    def _end(self) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
+        casts, self._active = self._active, []
+        _restore(casts)
+        if torch.is_grad_enabled() and casts:
+            self._kept, self._awaited = casts, self._awaited + 1
+            _recomputed.add(self)
+        for each in casts:
+            # Tensors of inference mode have no version.
             if not each.cast.is_inference() and autograd.version_of(each.cast):
                 raise ModuleError(
                     f"the forward changed its parameter {each.name} in place, which mixed precision would lose: it is "
                     f"a cast to {self.param_dtype} there. Call replicate() first on its module, without param_dtype."
                 )
 
-    # --- recomputation
-
-    def stand_again(self) -> None:
-        """Let the casts of the last forward stand where they stood, until `step_back`."""
-        with _lock:
-            self.depth += 1
-            if self.depth == 1:
-                self._standing = [each for each in self._kept if each.container.get(each.name) is each.original]
-                for each in self._standing:
-                    each.container[each.name] = each.cast
-
-    def step_back(self) -> None:
-        """Undo `stand_again`."""
-        with _lock:
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """The casts of the last forward are back in their places inside."""
+        self.depth += 1
+        if self.depth == 1:
+            self._active = [each for each in self._kept if each.container.get(each.name) is each.original]
+            for each in self._active:
+                each.container[each.name] = each.cast
+        try:
+            yield
+        finally:
             self.depth -= 1
             if self.depth == 0:
-                _leave(self._standing)
-                self._standing = []
+                _restore(self._active)
+                self._active = []
 
     def backward_has_ended(self) -> None:
         """A backward through the module has ended, and none will go through the same graph again."""
@@ -178,22 +166,19 @@ class Precision:
             self.forget()
 
     def forget(self) -> None:
-        """Nothing of the last forward will be recomputed."""
+        """The last forward will not be recomputed."""
         self._kept, self._awaited = [], 0
         _recomputed.discard(self)
 
 
-_lock: Final = threading.RLock()
-"""Held while casts are put there and taken away, never while something runs."""
 _recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
 """Those with a forward that may be recomputed."""
-
 
 _NOTHING: Final = contextlib.nullcontext()
 
 
 def recomputing() -> contextlib.AbstractContextManager[None]:
-    """Inside, modules compute as in their last forward: a part of it may be called again, by a checkpoint."""
+    """Inside, modules compute as in their last forward: a checkpoint may call a part of it again."""
     return _recomputing() if _recomputed else _NOTHING  # every backward of the process asks
 
 
@@ -201,14 +186,12 @@ def recomputing() -> contextlib.AbstractContextManager[None]:
 def _recomputing() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in list(_recomputed):
-            stack.callback(each.step_back)
-            each.stand_again()
+            stack.enter_context(each.recomputing())
         yield
 
 
-def _leave(standing: Sequence[_Standing]) -> None:
-    """Put back what the casts stood for."""
-    for each in standing:
+def _restore(casts: list[_Cast]) -> None:
+    for each in casts:
         if each.container.get(each.name) is each.cast:
             each.container[each.name] = each.original
 
@@ -224,3 +207,85 @@ def cast_all(values: Any, dtype: torch.dtype | None) -> Any:
     return autograd.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values
     )
+
+
+# --- from a policy to what is cast ------------------------------------------------------------------------------
+
+
+def make_precision(
+    module: nn.Module, config: ReplicateConfig, chosen: Collection[nn.Parameter], left_alone: Collection[nn.Module]
+) -> Precision | None:
+    """How a module computes under its options; `None`: as it is.
+
+    Args:
+        chosen: the parameters that are replicated.
+        left_alone: modules that are not, each with all modules below it.
+
+    Raises:
+        ModuleError: the policy has nothing to cast, or cannot reach all of it.
+    """
+    policy = config.mp_policy
+    if policy is None or not config.casts:
+        return None
+    if "forward" in vars(module):
+        raise ModuleError(
+            f"the forward of {class_name(module)} was set on the object itself, as accelerate does: a mixed "
+            "precision policy would not act in it. Call replicate() before that."
+        )
+    sites: tuple[tuple[CastSite, ...], ...] = ()
+    if policy.param_dtype is not None:
+        sites = _cast_sites(module, policy.param_dtype, {id(each) for each in chosen}, left_alone)
+        if not sites:
+            raise ModuleError(
+                f"{class_name(module)} has no floating parameter that param_dtype={policy.param_dtype} could "
+                "cast. Leave the policy out."
+            )
+    cast_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    return Precision(policy.param_dtype, policy.output_dtype, cast_inputs, sites)
+
+
+def _cast_sites(
+    module: nn.Module, dtype: torch.dtype, chosen: set[int], left_alone: Collection[nn.Module]
+) -> tuple[tuple[CastSite, ...], ...]:
+    below = {id(inner) for each in left_alone for inner in each.modules()}
+    ignored = {id(parameter) for each in left_alone for parameter in each.parameters()}
+    found: dict[int, list[CastSite]] = {}
+    for prefix, owner in module.named_modules():
+        own = owner.named_parameters(recurse=False, remove_duplicate=False) if id(owner) not in below else ()
+        for name, parameter in own:
+            full = fully_qualified(f"{prefix}.{name}" if prefix else name)
+            is_other = parameter.is_floating_point() and parameter.dtype != dtype
+            if id(parameter) in ignored and is_other:  # half of its uses would be cast
+                raise ModuleError(
+                    f"{full} is shared with an ignored module: it would be cast to {dtype} in one of them only. Ignore "
+                    "both, or none."
+                )
+            # Not one of a class that keeps its values in another form, as frozen quantised weights do.
+            plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
+            if not (plain or autograd.is_fake(parameter) or is_dtensor(parameter)):
+                continue
+            if id(parameter) not in chosen or not parameter.is_floating_point():
+                continue
+            if name == "weight" and getattr(owner, "max_norm", None) is not None and is_other:
+                raise ModuleError(
+                    f"{full} is changed by its module's forward (max_norm), which mixed precision would lose: it is a "
+                    "cast there. Call replicate() first on that module, without param_dtype."
+                )
+            site = (tuple(prefix.split(".")) if prefix else (), owner if prefix else None, name)
+            found.setdefault(id(parameter), []).append(site)
+    return tuple(map(tuple, found.values()))
+
+
+def install_precision(module: nn.Module, precision: Precision | None) -> None:
+    """Let a module compute so from now on; `None`: as it is."""
+    before = vars(module).pop(ATTRIBUTE, None)
+    if before is not None:
+        before.forget()
+    if precision is not None:
+        vars(module)[ATTRIBUTE] = precision
+
+
+def precision_of(module: nn.Module) -> Precision | None:
+    """How a module computes, if not as it is."""
+    found: Precision | None = vars(module).get(ATTRIBUTE)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,6 @@ from dp_compile.passes.result import GraphPass, code_key
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import Launches, ReadyTimes
-from dp_compile.plan.reduction import Averaging
 
 if TYPE_CHECKING:
     from dp_compile.engine.flags import UnreadFlags
@@ -56,8 +55,7 @@ class Revisions:
         for_next_forward: buckets are launched in the order in which the next forward needs them.
         settled_after: how many synchronised backwards there were before the one in which the plan was settled.
         launches: what this rank has measured.
-        average_by: lets gradients be averaged in another way from now on. Only between backwards, on every rank.
-        scatter: lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`.
+        units: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given.
     """
 
     due: tuple[Revision, ...] = ()
@@ -65,8 +63,7 @@ class Revisions:
     for_next_forward: bool = False
     settled_after: int = 0
     launches: list[Launches] = field(default_factory=list)
-    average_by: Callable[[Averaging], None] | None = None
-    scatter: Callable[[frozenset[str]], None] | None = None
+    units: frozenset[str] | None = None
 
 
 class Arrivals(Protocol):
@@ -427,7 +424,7 @@ class Replica:
 
     def is_gone(self, index: int) -> bool:
         """Whether the module has nowhere the parameter that it had: tied to another, for one."""
-        if self.precision is not None and self.precision.stands:
+        if self.precision is not None and self.precision.depth:
             return False
         parameter, name = self.parameters[index], self.names[index]
         places = [place for place in self.parameter_places if place.name == name]

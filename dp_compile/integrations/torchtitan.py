@@ -20,8 +20,7 @@ from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
 from dp_compile.integrations.first_step import watch_first_step
-from dp_compile.replication.forward_hooks import Installed
-from dp_compile.replication.module import ReplicatedModule
+from dp_compile.replication.module import Installed, ReplicatedModule
 from dp_compile.replication.replicate import replicate
 
 refuse_other_versions("torchtitan")

@@ -37,8 +37,7 @@ from dp_compile.plan.buckets import ALIGNMENT_BYTES, Bucket, Layout
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import Planned
-from dp_compile.replication.forward_hooks import Installed
-from dp_compile.replication.module import behind, replica_of
+from dp_compile.replication.module import Installed, behind, replica_of
 
 BACKEND: Final = "dp_compile"
 _lock = threading.RLock()

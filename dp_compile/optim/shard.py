@@ -45,6 +45,7 @@ from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, Stage
+from dp_compile.replication.gradient_averaging import scatter
 
 ELEMENT_WISE: Final = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -231,8 +232,7 @@ class Sharded(InBackward):
         self.indices()
         self.covered = self._indices
         self._find_groups()
-        assert replica.revisions.scatter is not None
-        replica.revisions.scatter(frozenset(replica.names[index] for index in self.covered))
+        scatter(replica, frozenset(replica.names[index] for index in self.covered))
 
     def _find_groups(self) -> None:
         self._group_of = {

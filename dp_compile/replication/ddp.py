@@ -15,33 +15,30 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import autograd, distributed
+from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
 from dp_compile.engine.group import resolve_group
 from dp_compile.engine.plan_sync import Meeting
+from dp_compile.engine.precision import install_precision, make_precision, precision_of
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.plan.words import BYTES_PER_MB
-from dp_compile.replication.forward_hooks import Pending, remove_forward_hooks
-from dp_compile.replication.join import join, join_hook, joinable
+from dp_compile.replication.join import join, join_hook
 from dp_compile.replication.module import (
     is_replicated,
+    moved,
     no_sync,
     parts_of,
     register_comm_hook,
+    remove_forward_hooks,
     replica_of,
     state_of,
     unwrap,
     wrap,
 )
-from dp_compile.replication.precision import precision_of
-from dp_compile.replication.replicate import (
-    options_of_torch,
-    replicate_module,
-    replicate_with_gradients,
-)
-from dp_compile.replication.selection import device_of, is_waiting
+from dp_compile.replication.replicate import merge_options, options_of_torch, replicate_module
+from dp_compile.replication.selection import device_of, is_waiting, select
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -94,22 +91,18 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """With `ddp_python_hook=False`, or `DP_COMPILE_DDP_PYTHON_HOOK=0`, torch's own wrapper."""
-        given = _given(args, kwargs)
-        own = {"config", *(each.name for each in dataclasses.fields(ReplicateConfig))}
-        config = given.get("config") or ReplicateConfig()
-        if not given or not isinstance(config, ReplicateConfig):  # a copy, a pickle; or __init__ says what is wrong
-            return super().__new__(cls)
+        fields = {each.name for each in dataclasses.fields(ReplicateConfig)}
         try:
-            config = dataclasses.replace(config, **{name: given[name] for name in own & given.keys() - {"config"}})
-            by_hooks = config.uses_python_hook()
-        except ConfigError:  # __init__ raises it too, and in the other ranks
-            by_hooks = True
-        if by_hooks:
+            given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
+            options = merge_options(given.get("config"), {name: given[name] for name in fields & given.keys()})
+        except (TypeError, ConfigError):  # a copy, a pickle; or __init__ raises it, and in the other ranks too
+            return super().__new__(cls)
+        if options.uses_python_hook():
             return super().__new__(cls)
         meeting = Meeting.of_this_call(resolve_group(given.get("process_group"), given.get("device_mesh")))
-        return distributed.wrapped_by_torch(
-            **options_of_torch(config, meeting), **{name: value for name, value in given.items() if name not in own}
-        )
+        own = {"self", "config", "unsupported", *fields}
+        theirs = {name: value for name, value in given.items() if name not in own} | given.get("unsupported", {})
+        return distributed.wrapped_by_torch(**options_of_torch(options, meeting), **theirs)
 
     def __init__(
         self,
@@ -146,6 +139,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "first, or use dp_compile.replicate(), which can wait for the first forward."
             )
         self._inputs_to = _one_device(module, device_ids, output_device)
+        self._copied: ReplicateConfig | None = None
+        """Of a copy: the options with which its first forward that computes gradients replicates it."""
         given = {
             "ddp_python_hook": ddp_python_hook,
             "bucket_cap_mb": bucket_cap_mb,
@@ -195,8 +190,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self._run(inputs, kwargs)
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._copied is not None and torch.is_grad_enabled():
+            self._start_copy()
         if self._inputs_to is not None:
-            inputs, kwargs = autograd.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
+            inputs, kwargs = moved((inputs, kwargs), self._inputs_to)
         inner = unwrap(self.module)
         precision = precision_of(inner)
         if precision is None:
@@ -206,17 +203,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums."""
+        self._start_copy()
         with no_sync(self.module):
             yield
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
-        """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.replication.module.register_comm_hook`.
-
-        Raises:
-            ModuleError: there is a hook already, or a backward has run already.
-            ConfigError: the hook is not a function of (state, bucket), or not offered for the group's backend.
-            DesyncError: another rank registers another hook, or none.
-        """
+        """Let `hook(state, bucket)` reduce the buckets; as `ReplicatedModule.register_comm_hook`."""
+        self._start_copy()
         register_comm_hook(self.module, state, hook)
 
     def join(
@@ -226,6 +219,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
         """Train with a different number of batches on each rank; see `dp_compile.join`."""
+        self._start_copy()
         return join(
             self.module,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -239,14 +233,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return joinable(self.module).join_device
+        return replica_of(self).device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        return joinable(self.module).join_process_group
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._inputs_to, non_blocking=True)
+        return self.process_group
 
     # --- copies and pickles
 
@@ -269,27 +260,27 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "a DistributedDataParallel around parts that were replicated by themselves cannot be copied or "
                     "pickled: the copy would not know their options. Copy or save .module."
                 )
-            attributes["_config"] = state_of(self).config
+            attributes["_copied"] = state_of(self).config
         return attributes
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """Make a copy one that reduces, from its first forward with gradients on, which all ranks have to run.
-
-        Raises:
-            ConfigError: no process group is initialised.
-        """
-        config = attributes.pop("_config", None)
+        """One rank may make or load a copy alone, to evaluate it: only with gradients the others are needed."""
         super().__setstate__(attributes)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         for submodule in self.modules():
             remove_forward_hooks(submodule)
-        if config is not None:
-            replicate_with_gradients(unwrap(self.module), config)
+        if self._copied is not None:
+            target = select(unwrap(self.module), frozenset())
+            precision = make_precision(target.module, self._copied, target.parameters.values(), ())
+            install_precision(target.module, precision)
+
+    @compiler.untraced("a copy of a DistributedDataParallel is replicated in its first forward that computes gradients")
+    def _start_copy(self) -> None:
+        if self._copied is not None:
+            replicate_module(self.module, {}, config=self._copied, keeps_class=True)
+            self._copied = None
             wrap(self, unwrap(self.module))
-            # In front of this one too: its forward is where casts stand, and it has to start with parameters.
-            pending = state_of(self)
-            assert isinstance(pending, Pending)
-            self.register_forward_pre_hook(pending)
+            compiler.forget_calls_that_broke()
 
     # --- what frameworks read of torch's wrapper
 
@@ -368,16 +359,6 @@ class ReducerForFrameworks:
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
 distributed.count_as_torch_ddp(DistributedDataParallel)
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a call gives, by name; nothing if it does not fit, which the call itself reports."""
-    try:
-        given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
-    except TypeError:
-        return {}
-    given |= given.pop("unsupported", {})
-    return {name: value for name, value in given.items() if name != "self" and value is not None}
 
 
 def _refuse(options: dict[str, Any]) -> None:

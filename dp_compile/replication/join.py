@@ -33,7 +33,8 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.replication.module import behind, parts_of, refuse_mixed, refuse_parts, replica_of
+from dp_compile.replication.gradient_averaging import refuse_mixed, refuse_parts
+from dp_compile.replication.module import behind, parts_of, replica_of
 
 MOST_MODULES: Final = 16
 """How many modules one backward may reach in a join context."""

@@ -1,13 +1,12 @@
-"""`replicate()`: make a module data parallel, in place."""
+"""`replicate()`: parameters are selected, agreed on by all ranks, and marked with a hook. In place."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,70 +17,55 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
-from dp_compile.config import (
-    CHECK_VARIABLE,
-    HOOK_VARIABLE,
-    ReplicateConfig,
-    check_parameters_every,
-    has_address,
-)
+from dp_compile.config import CHECK_VARIABLE, HOOK_VARIABLE, ReplicateConfig, check_parameters_every, has_address
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.calibration import LaunchesForPlan
 from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import Group, group_on, resolve_group
+from dp_compile.engine.group import group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import Meeting, Statement, describe_plan
+from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import Replica, Revision, Revisions
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
-from dp_compile.plan.buckets import BucketPlan, GradientSpec
-from dp_compile.plan.planner import Planned
 from dp_compile.plan.reduction import Averaging
-from dp_compile.replication.forward_hooks import (
+from dp_compile.replication.module import (
     ForwardCheck,
     InputMover,
     Pending,
-    refuse_traced_backward,
-    remove_forward_hooks,
-)
-from dp_compile.replication.module import (
     behind,
-    forget_state,
+    find_state,
     give_class,
     has_lost_its_wrapper,
-    is_of_a_module_that_is_gone,
-    is_pending,
-    is_replicated,
     parts_of,
+    refuse_traced_backward,
     register_comm_hook,
+    remove_forward_hooks,
     replicated_class,
     restore_class,
     set_state,
     state_of,
     unwrap,
 )
-from dp_compile.replication.planning import PlanRequest, make_plan
-from dp_compile.replication.precision import install_precision, make_precision, precision_of, take_precision_off
+from dp_compile.replication.planning import make_plan
 from dp_compile.replication.selection import (
+    BucketPolicy,
     Selection,
-    check_copied,
     check_ignored,
     check_not_managed,
-    check_not_tied,
     check_selection,
     device_of,
     is_waiting,
     owning_modules,
     refuse_sparse,
     select,
-    sparse_parameters,
+    units_of,
 )
 from dp_compile.replication.tensor_parallel import check_dtensors
-from dp_compile.replication.units import BucketPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -127,7 +111,7 @@ def replicate(
 
     Args:
         module: what to replicate; a module that `torch.compile` returned is fine too.
-        ddp_python_hook: `True`: hooks that are traced with the backward (the point of this package). `False`: torch's
+        ddp_python_hook: `True`: hooks that are captured with the backward (the point of this package). `False`: torch's
             own composable `replicate` gets the module, with the options that it has, and nothing of this package acts
             on it. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then `True`.
         process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
@@ -137,16 +121,13 @@ def replicate(
         device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
             has to be there already. A CPU is allowed and moves nothing, as in torch.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
-        bucket_cap_mb: asks for buckets by size: MiB at which a bucket is closed.
+        bucket_cap_mb: MiB at which a bucket is closed; without it the planner says where buckets end.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
-        broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward;
-            `False`: neither, each rank keeps its own.
+        broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward.
         check_reductions: check after each backward that every gradient was reduced exactly once.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
-        gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`. Gradients
-            are views of their buckets, whatever is said, and a bucket never writes over one that somebody kept.
-        mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
-            `fully_shard` of the installed torch: the dtype of compute, of what is sent, of outputs.
+        gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`.
+        mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, as for `fully_shard` of the installed torch.
         passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
             fully qualified name and the module that returns whether it is a unit, or a policy of
@@ -183,9 +164,23 @@ def replicate(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the user asked for, checked as far as that needs no parameters."""
+
+    meeting: Meeting
+    config: ReplicateConfig
+    bucket_policy: BucketPolicy | None
+    passes: tuple[GraphPass, ...]
+    ignored: frozenset[nn.Module]
+    device: torch.device | None
+    needs_values: bool
+    keeps_class: bool
+
+
 def replicate_module(
     module: ModuleT,
-    given: dict[str, Any],
+    given: Mapping[str, Any],
     *,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
@@ -200,16 +195,18 @@ def replicate_module(
     """As `replicate`.
 
     Args:
-        given: options that were given beside `config`, `None` if not.
-        needs_values: parameters on the meta device wait for their values; `False`: they stay there.
-        keeps_class: the module's class stays; a wrapper has the methods.
+        given: options that win over those of `config`, `None` if they were not given.
+        needs_values: parameters on the meta device wait for their values. `False`: they stay there, or are fake
+            tensors, and backwards compute nothing. To look at them on the fake process group, with
+            `check_reductions=False`: flags cannot be read there.
+        keeps_class: the module's class stays; a wrapper has the methods, whose `.module` keeps its class, as in torch.
 
     Raises:
         ConfigError, ModuleError, DesyncError: as in `replicate`.
     """
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
-        options = _merge_options(config, given)
+        options = merge_options(config, given)
         if not isinstance(inner, nn.Module):
             raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
     if not options.uses_python_hook():
@@ -224,34 +221,30 @@ def replicate_module(
         return module
     with meeting.telling_the_others():
         release_abandoned(inner)
-        _check_not_replicated(inner)
+        if state := find_state(inner):
+            waits = ", it starts with its first forward" * isinstance(state, Pending)
+            raise ModuleError(
+                f"{class_name(inner)} is replicated already{waits}. Call dp_compile.unreplicate() on it, or on its "
+                "DistributedDataParallel, to give other options."
+            )
         parts = frozenset(parts_of(inner))
-        check_not_tied(inner, parts)
-        ignored = check_ignored(ignored_modules) | parts
-        chosen, request = _requested(options, bucket_policy, passes)
-        device = None if device_id is None else device_of(device_id, "device_id")
-        order = _Order(meeting, request, chosen, ignored, device, needs_values, keeps_class)
-        check_not_managed(inner, ignored)
-        waiting = needs_values and is_waiting(inner, ignored)
+        request = _Request(
+            meeting,
+            options,
+            bucket_policy,
+            _check_passes(DEFAULT_PASSES if passes is None else passes),
+            check_ignored(ignored_modules) | parts,
+            None if device_id is None else device_of(device_id, "device_id"),
+            needs_values,
+            keeps_class,
+        )
+        check_not_managed(inner, request.ignored, parts)
+        waiting = needs_values and is_waiting(inner, request.ignored)
         if waiting:
-            _wait_for_forward(inner, order)
+            _wait_for_forward(inner, request)
     if not waiting:
-        _start(inner, order)
+        _start(inner, request)
     return module
-
-
-def replicate_without_values(module: ModuleT, config: ReplicateConfig, **options: Any) -> ModuleT:
-    """As `replicate`, for a module that stays on the meta device, or of fake tensors: its backwards compute nothing.
-
-    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there.
-
-    Args:
-        options: `device_mesh`, `passes`, `bucket_policy` as of `replicate`.
-
-    Raises:
-        ConfigError, ModuleError: as in `replicate`.
-    """
-    return replicate_module(module, {}, config=config, needs_values=False, **options)
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
@@ -262,88 +255,41 @@ def unreplicate(module: ModuleT) -> ModuleT:
     Raises:
         ModuleError: the module is not replicated.
     """
-    state = state_of(module)
+    state, inner = state_of(module), behind(module)
     if isinstance(state, Replica):
         _release(state)
-    inner = behind(module)
-    for submodule in inner.modules() if isinstance(state, Pending) else ():
-        assert isinstance(state, Pending)
-        remove_forward_hooks(submodule, only=state)  # not those of parts
+    else:
+        for submodule in inner.modules():
+            remove_forward_hooks(submodule, only=state)  # not those of parts
     remove_forward_hooks(inner)
-    take_precision_off(inner)
+    install_precision(inner, None)
     restore_class(inner)
-    forget_state(inner)
+    set_state(inner, None)
     return module
 
 
-def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None:
-    """Replicate a copy with its first forward that computes gradients, over the default group; its class stays.
+# --- options ----------------------------------------------------------------------------------------------------
 
-    One rank may make or load a copy alone, to evaluate it: only with gradients the others are needed.
+
+def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
+    """The options of `config` and those given by name, which win; `None` is not given.
 
     Raises:
-        ConfigError: no process group is initialised.
+        ConfigError: one is not allowed, or a mode of Dynamo in which no gradient would be reduced is on.
     """
-    passes, request = _requested(config, None, None)
-    group = resolve_group(None, None)
-    install_precision(module, make_precision(select(module, frozenset()), config))
-    order = _Order(Meeting(group), request, passes, frozenset(), None, keeps_class=True, is_copy=True)
-    _wait_for_forward(module, order)
-
-
-# --- what was asked for -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What the user asked for, checked as far as that needs no parameters."""
-
-    meeting: Meeting
-    request: PlanRequest
-    passes: tuple[GraphPass, ...]
-    ignored: frozenset[nn.Module]
-    device: torch.device | None
-    needs_values: bool = True
-    keeps_class: bool = False
-    """A wrapper stands around it, whose `.module` keeps its class, as in torch."""
-    is_copy: bool = False
-    """It belongs to a copy of the wrapper: nothing happens without gradients."""
-
-
-def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
     if config is not None and not isinstance(config, ReplicateConfig):
         raise ConfigError(f"config must be a ReplicateConfig, got {type(config).__name__}.")
     options = dataclasses.replace(
         config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
     )
-    if not options.uses_python_hook():
-        return options
-    refuse_traced_backward()
-    if compiler.python_reducer_mode():
-        raise ConfigError(
-            "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own beside "
-            "its reducer. Leave it at its default, True."
-        )
+    if options.uses_python_hook():
+        refuse_traced_backward()
+        if compiler.python_reducer_mode():
+            raise ConfigError(
+                "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own "
+                "beside its reducer. Leave it at its default, True."
+            )
     return options
-
-
-def _check_not_replicated(module: nn.Module) -> None:
-    if is_replicated(module):
-        waits = ", it starts with its first forward" * is_pending(module)
-        raise ModuleError(
-            f"{class_name(module)} is replicated already{waits}. Call dp_compile.unreplicate() on it, or on its "
-            "DistributedDataParallel, to give other options."
-        )
-
-
-def _requested(
-    config: ReplicateConfig,
-    bucket_policy: BucketPolicy | None,
-    passes: Iterable[GraphPass] | None,
-) -> tuple[tuple[GraphPass, ...], PlanRequest]:
-    """The passes that run, and what is asked of the plan that they may realise."""
-    chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
-    return chosen, PlanRequest(config, bucket_policy, any(each.realises_plan for each in chosen))
 
 
 def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
@@ -384,9 +330,9 @@ def options_of_torch(
         "a device_mesh with two dimensions": meeting.group.levels is not None,
     }
     with meeting.telling_the_others():
-        if said := [what for what, is_given in refused.items() if is_given]:
+        if asked := [what for what, is_given in refused.items() if is_given]:
             raise ConfigError(
-                f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(said)}. Leave that "
+                f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(asked)}. Leave that "
                 "out, or leave ddp_python_hook at its default."
             )
     meeting.compare({HOOK_VARIABLE: False})
@@ -401,55 +347,61 @@ def options_of_torch(
     }
 
 
-# --- putting it together ----------------------------------------------------------------------------------------
+# --- select, check, agree, install ------------------------------------------------------------------------------
 
 
-def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> None:
+def _start(module: nn.Module, request: _Request, pending: Pending | None = None) -> None:
     """Replicate a module whose parameters have values."""
-    with order.meeting.telling_the_others():
-        target = select(module, order.ignored)
-        check_selection(target, order.device, needs_values=order.needs_values)
-        order = dataclasses.replace(order, request=order.request.of(target))
-        config = order.request.config
-        check_copied(target, buffers=config.copies_buffers_at_start or config.broadcast_buffers)
-        check_dtensors(target, order.meeting.group)
-        precision = precision_of(module) if order.is_copy else make_precision(target, config)
-        swapped = None if order.keeps_class else replicated_class(module, casts=config.casts)
-        replica = _make_replica(target, order)
+    config = request.config
+    with request.meeting.telling_the_others():
+        target = select(module, request.ignored)
+        copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
+        check_selection(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
+        check_dtensors(target, request.meeting.group)
+        precision = make_precision(module, config, target.parameters.values(), target.left_alone)
+        kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
+        replica = _make_replica(target, request)
         replica.precision = precision
         statement = _statement(target, replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
-    replica.topic = order.meeting.compare(statement)
-    _broadcast(replica)
+    replica.topic = request.meeting.compare(statement)
+    buffers = replica.buffers if config.copies_buffers_at_start else ()
+    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *buffers)]
+    if replica.group.world_size > 1:
+        distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
     if pending is None:
-        _move_inputs(module, order.device)
+        _move_inputs(module, request.device)
     else:
         replica.sync = pending.sync
-    _install(module, replica)
-    if not order.is_copy:
-        install_precision(module, precision)
-    if swapped is not None:
-        give_class(module, swapped)
+    owners.add(replica)
+    replica.hooks = install_hooks(replica)
+    set_state(module, replica)
+    # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
+    nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
+    install_entry()
+    MONITOR.watch(replica)
+    install_precision(module, precision)
+    if kind is not None:
+        give_class(module, kind)
+    logger.info("the plan: %s", describe_plan(replica))
     for state, hook in () if pending is None else pending.comm_hooks:
         register_comm_hook(module, state, hook)
 
 
-def _make_replica(target: Selection, order: _Order) -> Replica:
-    config = order.request.config
-    parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
-    group, levels = group_on(order.meeting.group.process_group, parameters[0].device.type), order.meeting.group.levels
-    averaging = _averaging(config, parameters)
-    group = dataclasses.replace(group, averaging=averaging, levels=levels)
-    request = order.request
-    sparse = sparse_parameters(target)
-    refused = {
-        "a device_mesh with two dimensions": levels is not None,
-        "reduce_dtype": averaging.wire is not None,
-    }
-    for what in (what for what, is_given in refused.items() if is_given):
-        refuse_sparse(names, sparse, what)
-    gradients = gradient_specs(parameters, names, group, sparse)
-    planning = make_plan(target.module, gradients, group, request)
+def _make_replica(target: Selection, request: _Request) -> Replica:
+    config, meeting = request.config, request.meeting
+    parameters, names, sparse = tuple(target.trainable.values()), tuple(target.trainable), target.sparse()
+    wire = config.wire_dtype(parameters)
+    averaging = Averaging(None if wire is None else str(wire).removeprefix("torch."), config.gradient_divide_factor)
+    group = group_on(meeting.group.process_group, parameters[0].device.type)
+    group = dataclasses.replace(group, averaging=averaging, levels=meeting.group.levels)
+    if group.levels is not None:
+        refuse_sparse(names, sparse, "a device_mesh with two dimensions")
+    if wire is not None:
+        refuse_sparse(names, sparse, "reduce_dtype")
+    gradients, policy = gradient_specs(parameters, names, group, sparse), request.bucket_policy
+    units = None if policy is None else units_of(target.module, policy, target.left_alone)
+    planning = make_plan(target.module, gradients, group, config, request.passes, units)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -463,79 +415,19 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         ready=planning.ready,
         strategy=planning.strategy,
         outline=target.outline(),
-        revisions=Revisions(planning.revisions, planning.layout),
-        passes=order.passes,
+        revisions=Revisions(planning.revisions, planning.layout, units=units),
+        passes=request.passes,
         beside_shards=target.sharded,
         sparse=sparse,
     )
-    replica.revisions.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
-    replica.revisions.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
 
 
-def _average_by(
-    of: weakref.ref[Replica], within: weakref.ref[nn.Module], request: PlanRequest, averaging: Averaging
-) -> None:
-    """Average otherwise from now on; neither the replica nor its module must be held alive by this.
-
-    The buckets stay what they are, with all that was learnt of backwards, unless gradients get another size.
-    """
-    replica, module = of(), within()
-    assert replica is not None
-    assert module is not None
-    was = replica.group.averaging
-    # Where nothing but the divisor is another one, perhaps in each step, plans are made as before: it takes long.
-    as_before = dataclasses.replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
-    _reduce_by(replica, dataclasses.replace(replica.group, averaging=averaging), module, None if as_before else request)
-    replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
-
-
-def _scatter(
-    of: weakref.ref[Replica], within: weakref.ref[nn.Module], request: PlanRequest, names: frozenset[str]
-) -> None:
-    """As `_average_by`, for what `Replica.scatter` says. Of no names: all as it was before."""
-    replica, module = of(), within()
-    assert replica is not None
-    assert module is not None
-    _reduce_by(replica, dataclasses.replace(replica.group, scattered=names), module, request)
-    replica.after.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
-
-
-def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanRequest | None) -> None:
-    """Reduce as the group says from now on. `request`: how a plan is made for it; `None`: as it was."""
-    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
-    planning = None if request is None else make_plan(module, gradients, group, request)
-    replica.group = group
-    if planning is not None:
-        replica.revisions.layout = planning.layout
-    if planning is None or _keep_together(replica.plan, gradients):
-        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
-    else:
-        replica.revisions.due = planning.revisions
-        replica.adopt(planning.planned, planning.ready)
-
-
-def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
-    """Whether the buckets of a plan can stay what they are when gradients are reduced in another way."""
-    keys = {gradient.index: gradient.key for gradient in gradients}
-    sizes = {gradient.index: gradient.itemsize for gradient in gradients}
-    if any(sizes[gradient.index] != gradient.itemsize for gradient in plan.gradients):
-        return False
-    if any(keys[each.index].reduction.is_scattered != each.key.reduction.is_scattered for each in plan.gradients):
-        return False  # members lie in another way
-    together = ({keys[member.gradient.index] for member in bucket.members} for bucket in plan.buckets)
-    return all(len(found) == 1 for found in together)
-
-
-def _averaging(config: ReplicateConfig, parameters: Iterable[torch.Tensor]) -> Averaging:
-    dtype = config.wire_dtype(parameters)
-    wire = None if dtype is None else str(dtype).removeprefix("torch.")
-    return Averaging(wire, config.gradient_divide_factor)
-
-
 def _statement(target: Selection, replica: Replica) -> Statement:
+    """What ranks compare, as plain data."""
+
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [
             f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
@@ -550,7 +442,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "trainable parameters": describe(target.trainable),
         "frozen parameters": describe(target.frozen),
         "buffers": describe(target.buffers) if replica.config.copies_buffers_at_start else [],
-        "options": _compared_options(replica.config),
+        "options": dataclasses.asdict(replica.config) | {"mp_policy": repr(replica.config.mp_policy)},
         CHECK_VARIABLE: check_parameters_every(),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "plan": replica.plan.signature(),
@@ -558,40 +450,45 @@ def _statement(target: Selection, replica: Replica) -> Statement:
     }
 
 
-def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
-    """All options, as plain data."""
-    options = dataclasses.asdict(config)
-    options["mp_policy"] = repr(config.mp_policy)
-    return options
+def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
 
 
-def _broadcast(replica: Replica) -> None:
-    buffers = replica.buffers if replica.config.copies_buffers_at_start else ()
-    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *buffers)]
-    if replica.group.world_size > 1:
-        distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
+# --- parameters that have no values yet -------------------------------------------------------------------------
 
 
-def _install(module: nn.Module, replica: Replica) -> None:
-    owners.add(replica)
-    replica.hooks = install_hooks(replica)
-    set_state(module, replica)
-    # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
-    nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
-    install_entry()
-    MONITOR.watch(replica)
-    logger.info("the plan: %s", describe_plan(replica))
+def _wait_for_forward(module: nn.Module, request: _Request) -> None:
+    """Start with the first forward, when every parameter has a value."""
+
+    def start(root: nn.Module, pending: Pending) -> None:
+        _start(root, request, pending)
+        for submodule in root.modules():
+            remove_forward_hooks(submodule, only=pending)
+        compiler.forget_calls_that_broke()
+
+    pending, casts = Pending(module, request.config, request.meeting.group, start), request.config.casts
+    kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
+    _move_inputs(module, request.device)
+    for owner in dict.fromkeys((module, *owning_modules(module, request.ignored))):
+        owner.register_forward_pre_hook(pending)
+    set_state(module, pending)
+    if kind is not None:
+        give_class(module, kind)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
 
 
 def release_abandoned(module: nn.Module) -> None:
-    """Undo what wrappers did that are gone since: as in torch, the module may then be wrapped anew."""
-    found = {entry[0] for entry in map(owners.find, module.parameters()) if entry is not None}
-    for replica in filter(is_of_a_module_that_is_gone, found):
-        _release(replica)
-    roots = {replica.outline.root() for replica in found}
-    for root in roots | ({module} if is_pending(module) else set()):
-        if root is not None and has_lost_its_wrapper(root):
-            unreplicate(root)
+    """Undo what wrappers did that are gone since: as in torch, a module may then be wrapped again."""
+    for replica in {entry[0] for entry in map(owners.find, module.parameters()) if entry is not None}:
+        if has_lost_its_wrapper(replica):
+            root = replica.outline.root()
+            if root is None:
+                _release(replica)
+            else:
+                unreplicate(root)
 
 
 def _release(replica: Replica) -> None:
@@ -604,31 +501,6 @@ def _release(replica: Replica) -> None:
         replica.comm_hook.memory.unbind()
     root = replica.outline.root()
     if root is not None:
-        take_precision_off(root)
+        install_precision(root, None)
     owners.remove(replica)
     MONITOR.unwatch(replica)
-
-
-def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
-    if device is not None and device.type != "cpu":
-        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
-
-
-def _wait_for_forward(module: nn.Module, order: _Order) -> None:
-    """Start with the first forward, when every parameter has a value."""
-
-    def start(root: nn.Module, pending: Pending) -> None:
-        _start(root, order, pending)
-        for submodule in root.modules():
-            remove_forward_hooks(submodule, only=pending)
-        compiler.forget_calls_that_broke()
-
-    pending = Pending(module, order.request.config, order.meeting.group, start, needs_grad=order.is_copy)
-    casts = order.request.config.casts
-    swapped = None if order.keeps_class else replicated_class(module, waiting=True, casts=casts)
-    _move_inputs(module, order.device)
-    for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
-        owner.register_forward_pre_hook(pending)
-    set_state(module, pending)
-    if swapped is not None:
-        give_class(module, swapped)

@@ -7,9 +7,11 @@ before, as nested calls of `fully_shard` have it.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +24,14 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.errors import ConfigError, ModuleError
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # loading it loads all of FSDP
+
+BucketPolicy: TypeAlias = "Callable[..., bool] | Collection[type[nn.Module]] | ModuleWrapPolicy"
+"""A set of classes; a function of a module's fully qualified name and the module; or one of torch's in
+`torch.distributed.fsdp.wrap`: `ModuleWrapPolicy`, and functions with a `recurse` argument, as
+`functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -33,6 +43,10 @@ class Selection:
     buffers: dict[str, torch.Tensor]
     left_alone: frozenset[nn.Module]
     """What is ignored, replicated by another call or left to `fully_shard`, each with everything below it."""
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.trainable | self.frozen
 
     @property
     def sharded(self) -> bool:
@@ -54,77 +68,18 @@ class Selection:
 
     def parameter_places(self) -> tuple[ParameterPlace, ...]:
         """Every place of every parameter: tied ones have several."""
-        chosen = {id(parameter) for parameter in (*self.trainable.values(), *self.frozen.values())}
+        chosen = {id(parameter) for parameter in self.parameters.values()}
         return tuple(
-            ParameterPlace(weakref.ref(owner), name, fully_qualified(f"{prefix}.{name}" if prefix else name))
-            for prefix, owner in self.module.named_modules()
-            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            ParameterPlace(weakref.ref(owner), attribute, name)
+            for owner, attribute, name, parameter in _placed_parameters(self.module)
             if id(parameter) in chosen
         )
 
-
-def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.Module]:
-    """The ignored modules as a set.
-
-    Raises:
-        ConfigError: not several modules.
-    """
-    if ignored_modules is None:
-        return frozenset()
-    if isinstance(ignored_modules, nn.Module) or not isinstance(ignored_modules, Iterable):
-        raise ConfigError(
-            f"ignored_modules must hold modules, got {type(ignored_modules).__name__}. Pass a list: [module]."
-        )
-    ignored = list(ignored_modules)
-    foreign = [each for each in ignored if not isinstance(each, nn.Module)]
-    if foreign:
-        raise ConfigError(f"ignored_modules must hold modules, got {type(foreign[0]).__name__}.")
-    return frozenset(ignored)
-
-
-def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module]) -> None:
-    """Refuse a module that something else keeps in step already.
-
-    Raises:
-        ModuleError: it, or a submodule that is not ignored, is managed by torch's DDP, FSDP or `replicate`; or the
-            module itself is managed by `fully_shard`.
-    """
-    for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
-        place = f"submodule {fully_qualified(name)}" if name else class_name(module)
-        manager = _manager(submodule)
-        if manager is not None:
-            raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
-
-
-def check_not_tied(module: nn.Module, parts: Collection[nn.Module]) -> None:
-    """Whether the parts that were replicated before share no parameter with the rest: it would be reduced in one only.
-
-    Raises:
-        ModuleError: a tied parameter lies in a part and outside of all.
-    """
-    inside = {below for part in parts for below in part.modules()}
-    names: dict[nn.Parameter, list[tuple[bool, str]]] = {}
-    for prefix, owner in module.named_modules() if parts else ():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            full = fully_qualified(f"{prefix}.{name}" if prefix else name)
-            names.setdefault(parameter, []).append((owner in inside, full))
-    tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
-    if tied:
-        raise ModuleError(
-            f"{'; '.join(' = '.join(name for _, name in each) for each in tied)}: a tied parameter lies in a part that "
-            "is replicated already, and outside of it, but it is reduced once. Replicate its modules together."
-        )
-
-
-def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
-    """Whether the module has parameters or buffers without values: lazy ones, or ones on the meta device."""
-    return any(nn.parameter.is_lazy(tensor) or tensor.is_meta for _, tensor in _tensors(module, ignored))
-
-
-def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.Module]:
-    """The modules, the outermost one and those below it, that own parameters which are not left alone."""
-    walked = _walk(module, _left_alone(module, ignored))
-    return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
+    def sparse(self) -> frozenset[int]:
+        """The trainable parameters whose gradients are sparse, by index: what torch's DDP looks for, too."""
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        weights = {id(each.weight) for each in self.module.modules() if isinstance(each, kinds) and each.sparse}
+        return frozenset(index for index, each in enumerate(self.trainable.values()) if id(each) in weights)
 
 
 def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
@@ -140,32 +95,78 @@ def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
     )
 
 
-def check_selection(target: Selection, device: torch.device | None, *, needs_values: bool = True) -> None:
-    """Refuse what cannot be replicated.
+def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
+    """Whether the module has parameters or buffers without values: lazy ones, or ones on the meta device."""
+    return any(nn.parameter.is_lazy(tensor) or tensor.is_meta for _, tensor in _tensors(module, ignored))
 
-    Args:
-        needs_values: refuse the meta device and fake tensors too.
-        device: where the user says that the parameters are, if the user said it.
+
+def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.Module]:
+    """The modules, the outermost one and those below it, that own parameters which are not left alone."""
+    walked = _walk(module, _left_alone(module, ignored))
+    return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
+
+
+def _placed_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Owner, attribute, fully qualified name and parameter, once for each place that a parameter has."""
+    for prefix, owner in module.named_modules():
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, attribute, fully_qualified(f"{prefix}.{attribute}" if prefix else attribute), parameter
+
+
+def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer that is not left alone, once, with its name as the module has it."""
+    left_alone = _left_alone(module, ignored)
+    seen = {id(tensor) for each in left_alone for tensor in (*each.parameters(), *each.buffers())}
+    # What torch's DDP leaves alone because the module names it: torchrec and TRL do.
+    names = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    named = (*module.named_parameters(), *module.named_buffers()) if names else ()
+    seen |= {id(tensor) for name, tensor in named if name in names or fully_qualified(name) in names}
+    for prefix, submodule in _walk(module, left_alone):
+        for name, tensor in (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _walk(module: nn.Module, left_alone: frozenset[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules`, but not into what is left alone."""
+    seen: set[nn.Module] = set()
+    stack = [("", module)]
+    while stack:
+        name, current = stack.pop()
+        if current in left_alone or current in seen:
+            continue
+        seen.add(current)
+        yield name, current
+        children = list(current.named_children())
+        stack.extend((f"{name}.{child_name}" if name else child_name, child) for child_name, child in children[::-1])
+
+
+def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
+    return ignored | {submodule for submodule in module.modules() if _is_fully_sharded(submodule)}
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return "fully_shard" in distributed.composable_apis(module)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.Module]:
+    """The ignored modules as a set.
 
     Raises:
-        ModuleError: nothing to reduce, no values yet, several devices, gradients of a kind that is not supported, or
-            an optimizer that torch's `_apply_optimizer_in_backward` made.
-        ConfigError: the parameters are not on `device`.
+        ConfigError: not several modules.
     """
-    if not target.trainable:
-        raise ModuleError(
-            f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
-            "parts that are replicated already and fully_shard); there is nothing to reduce."
-        )
-    if needs_values:
-        _check_values(target)
-    _check_devices(target, device)
-    _check_kinds(target, fake_allowed=not needs_values)
-    if stepping := [name for name, each in target.trainable.items() if steps_in_backward(each)]:
-        raise ModuleError(
-            f"torch's _apply_optimizer_in_backward() was called for {', '.join(stepping[:8])}: its hooks would update "
-            "with this rank's own gradient. Call dp_compile.optim.in_backward(model, optimizer) after replicate()."
-        )
+    given = () if ignored_modules is None else ignored_modules
+    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+        raise ConfigError(f"ignored_modules must hold modules, got {type(given).__name__}. Pass a list: [module].")
+    ignored = list(given)
+    for each in ignored:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(f"ignored_modules must hold modules, got {type(each).__name__}.")
+    return frozenset(ignored)
 
 
 def device_of(given: int | torch.device, option: str) -> torch.device:
@@ -183,16 +184,71 @@ def device_of(given: int | torch.device, option: str) -> torch.device:
     return given
 
 
-def check_copied(target: Selection, *, buffers: bool) -> None:
-    """Refuse what cannot be copied from the first rank.
+def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
+    """Refuse a module that something else keeps in step already, or that shares a parameter with its parts.
 
     Args:
-        buffers: buffers are copied too, not only parameters.
+        parts: what was replicated before, each with its own options.
 
     Raises:
-        ModuleError: one is sparse, quantized or nested.
+        ModuleError: it, or a submodule that is not ignored, is managed by torch's DDP, FSDP or `replicate`; or the
+            module itself is managed by `fully_shard`; or a tied parameter lies in a part and outside of all.
     """
-    for name, tensor in {**target.frozen, **(target.buffers if buffers else {})}.items():
+    inside = {below for part in parts for below in part.modules()}
+    names: dict[nn.Parameter, list[tuple[bool, str]]] = {}
+    for owner, _, name, parameter in _placed_parameters(module) if parts else ():
+        names.setdefault(parameter, []).append((owner in inside, name))
+    tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
+    if tied:
+        raise ModuleError(
+            f"{'; '.join(' = '.join(name for _, name in each) for each in tied)}: a tied parameter lies in a part that "
+            "is replicated already, and outside of it, but it is reduced once. Replicate its modules together."
+        )
+    for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
+        apis = distributed.composable_apis(submodule)
+        managers = {
+            "torch's DistributedDataParallel": distributed.is_torch_ddp(submodule),
+            "FullyShardedDataParallel": distributed.is_fsdp_module(submodule),
+            "fully_shard": "fully_shard" in apis,
+            "torch's replicate": "replicate" in apis,
+        }
+        for manager in (manager for manager, manages in managers.items() if manages):
+            place = f"submodule {fully_qualified(name)}" if name else class_name(module)
+            raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
+
+
+def check_selection(
+    target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True
+) -> None:
+    """Refuse what cannot be replicated.
+
+    Args:
+        device: where the user says that the parameters are, if the user said it.
+        copies_buffers: the first rank's buffers are copied to the others.
+        needs_values: refuse the meta device and fake tensors too.
+
+    Raises:
+        ModuleError: nothing to reduce, no values yet, several devices, gradients of a kind that is not supported, an
+            optimizer that torch's `_apply_optimizer_in_backward` made, or a tensor that cannot be copied.
+        ConfigError: the parameters are not on `device`.
+    """
+    if not target.trainable:
+        raise ModuleError(
+            f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
+            "parts that are replicated already and fully_shard); there is nothing to reduce."
+        )
+    for name, tensor in (target.parameters | target.buffers).items() if needs_values else ():
+        if nn.parameter.is_lazy(tensor):
+            raise ModuleError(f"{name} is lazy. Run one forward with an example input before replicate().")
+        if tensor.is_meta:
+            raise ModuleError(
+                f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
+                "initialise it."
+            )
+    _check_devices(target, device)
+    for name, parameter in target.trainable.items():
+        _check_gradient(name, parameter, fake_allowed=not needs_values)
+    for name, tensor in (target.frozen | (target.buffers if copies_buffers else {})).items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise ModuleError(
                 f"{name} is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can "
@@ -201,72 +257,10 @@ def check_copied(target: Selection, *, buffers: bool) -> None:
             )
 
 
-def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
-    return ignored | {submodule for submodule in module.modules() if _is_fully_sharded(submodule)}
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    return "fully_shard" in distributed.composable_apis(module)
-
-
-def _manager(module: nn.Module) -> str | None:
-    if distributed.is_torch_ddp(module):
-        return "torch's DistributedDataParallel"
-    if distributed.is_fsdp_module(module):
-        return "FullyShardedDataParallel"
-    managers = {"fully_shard": "fully_shard", "replicate": "torch's replicate"}
-    return next((managers[api] for api in distributed.composable_apis(module) if api in managers), None)
-
-
-def _walk(module: nn.Module, left_alone: frozenset[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules`, but not into what is left alone."""
-    seen: set[nn.Module] = set()
-    stack = [("", module)]
-    while stack:
-        name, current = stack.pop()
-        if current in left_alone or current in seen:
-            continue
-        seen.add(current)
-        yield name, current
-        children = list(current.named_children())
-        stack.extend((f"{name}.{child_name}" if name else child_name, child) for child_name, child in children[::-1])
-
-
-def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer that is not left alone, once, with its name as the module has it."""
-    left_alone = _left_alone(module, ignored)
-    seen = {id(tensor) for each in left_alone for tensor in (*each.parameters(), *each.buffers())}
-    seen |= {id(tensor) for tensor in _ignored_by_name(module)}
-    for prefix, submodule in _walk(module, left_alone):
-        own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
-        for name, tensor in own:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield (f"{prefix}.{name}" if prefix else name), tensor
-
-
-def _ignored_by_name(module: nn.Module) -> list[torch.Tensor]:
-    """What torch's DDP leaves alone because the module names it: torchrec and TRL do."""
-    names = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    named = (*module.named_parameters(), *module.named_buffers()) if names else ()
-    return [tensor for name, tensor in named if name in names or fully_qualified(name) in names]
-
-
-def _check_values(target: Selection) -> None:
-    for name, tensor in {**target.trainable, **target.frozen, **target.buffers}.items():
-        if nn.parameter.is_lazy(tensor):
-            raise ModuleError(f"{name} is lazy. Run one forward with an example input before replicate().")
-        if tensor.is_meta:
-            raise ModuleError(
-                f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
-                "initialise it."
-            )
-
-
 def _check_devices(target: Selection, device: torch.device | None) -> None:
-    devices = {name: parameter.device for name, parameter in {**target.trainable, **target.frozen}.items()}
-    first_name, first = next(iter(devices.items()))
-    for name, found in devices.items():
+    first_name, first = next((name, each.device) for name, each in target.parameters.items())
+    for name, parameter in target.parameters.items():
+        found = parameter.device
         if device is not None and found != device:
             there = device.type == "cpu" or torch.accelerator.device_count() > (device.index or 0)
             remedy = f"Call module.to('{device}')." if there else "There is no such device here: leave device_id out."
@@ -278,38 +272,35 @@ def _check_devices(target: Selection, device: torch.device | None) -> None:
             )
 
 
-def _check_kinds(target: Selection, *, fake_allowed: bool) -> None:
-    for name, parameter in target.trainable.items():
-        plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
-        if autograd.is_fake(parameter):  # A parameter of a fake mode is one of torch's parameters too.
-            plain = fake_allowed
-        if not (plain or is_dtensor(parameter)):
-            raise ModuleError(
-                f"{name} is a {type(parameter.data).__name__}; only plain tensors and DTensors are supported."
-            )
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")
-        # None: torch takes gradients of any dtype as they come.
-        grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
-        if grad_dtype != parameter.dtype:
-            raise ModuleError(
-                f"{name} is {parameter.dtype} and its grad_dtype is {grad_dtype}: gradients are reduced in their "
-                f"parameter's dtype. Leave grad_dtype at {parameter.dtype}, or name the module that owns it in "
-                "ignored_modules."
-            )
-        if owners.find(parameter) is not None:
-            raise ModuleError(
-                f"parameter {name} is replicated already, by a call on another module. Call replicate() on a part "
-                "before the module around it. To replicate it again, call dp_compile.unreplicate() first, on the "
-                "module or on its DistributedDataParallel, which some name may still hold."
-            )
-
-
-def sparse_parameters(target: Selection) -> frozenset[int]:
-    """The trainable parameters whose gradients are sparse, by their places: what torch's DDP looks for, too."""
-    modules = target.module.modules()
-    weights = {id(each.weight) for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse}
-    return frozenset(place for place, each in enumerate(target.trainable.values()) if id(each) in weights)
+def _check_gradient(name: str, parameter: nn.Parameter, *, fake_allowed: bool) -> None:
+    plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
+    if autograd.is_fake(parameter):  # A parameter of a fake mode is one of torch's parameters too.
+        plain = fake_allowed
+    if not (plain or is_dtensor(parameter)):
+        raise ModuleError(
+            f"{name} is a {type(parameter.data).__name__}; only plain tensors and DTensors are supported."
+        )
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")
+    # None: torch takes gradients of any dtype as they come.
+    grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    if grad_dtype != parameter.dtype:
+        raise ModuleError(
+            f"{name} is {parameter.dtype} and its grad_dtype is {grad_dtype}: gradients are reduced in their "
+            f"parameter's dtype. Leave grad_dtype at {parameter.dtype}, or name the module that owns it in "
+            "ignored_modules."
+        )
+    if owners.find(parameter) is not None:
+        raise ModuleError(
+            f"parameter {name} is replicated already, by a call on another module. Call replicate() on a part "
+            "before the module around it. To replicate it again, call dp_compile.unreplicate() first, on the "
+            "module or on its DistributedDataParallel, which some name may still hold."
+        )
+    if steps_in_backward(parameter):
+        raise ModuleError(
+            f"torch's _apply_optimizer_in_backward() was called for {name}: its hook would update with this rank's own "
+            "gradient. Call dp_compile.optim.in_backward(model, optimizer) after replicate()."
+        )
 
 
 def refuse_sparse(names: Sequence[str], sparse: Iterable[int], what: str) -> None:
@@ -323,3 +314,50 @@ def refuse_sparse(names: Sequence[str], sparse: Iterable[int], what: str) -> Non
             f"the gradient of {names[index]} is sparse, which {what} cannot be combined with. Build its module with "
             "sparse=False, or leave that out."
         )
+
+
+# --- where buckets end ------------------------------------------------------------------------------------------
+
+
+def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> frozenset[str]:
+    """The modules that a policy names, by fully qualified name.
+
+    Args:
+        module: the whole.
+        policy: which of its modules are units.
+        left_alone: modules that are not replicated. torch's policies are not asked about them.
+
+    Raises:
+        ConfigError: the policy is none of the kinds above, or answers something else than `True` or `False`.
+    """
+    named = [(fully_qualified(name), each) for name, each in module.named_modules()]
+    if distributed.is_wrap_policy(policy):
+        given = distributed.run_wrap_policy(policy, module, set(left_alone))
+        if odd := sorted(name or "the module itself" for name, each in named if given.get(each)):
+            raise ConfigError(
+                f"bucket_policy gives options to {', '.join(odd)}: it can say True or False. Call replicate() first on "
+                "a module that has other options."
+            )
+        return frozenset(name for name, each in named if each in given)
+    if not callable(policy):
+        kinds = tuple(policy) if isinstance(policy, Collection) else ()
+        if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+            raise ConfigError(
+                f"bucket_policy must be a function, a set of module classes or a policy of FSDP, got {policy!r}."
+            )
+        return frozenset(name for name, each in named if isinstance(each, kinds))
+    if _is_recursive(policy):
+        wrapped = distributed.run_auto_wrap_policy(policy, module, set(left_alone))
+        return frozenset(name for name, each in named if each in wrapped)
+    answers = {name: policy(name, each) for name, each in named}
+    for name, answer in answers.items():
+        if not isinstance(answer, bool):
+            raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
+    return frozenset(name for name, answer in answers.items() if answer)
+
+
+def _is_recursive(policy: Callable[..., bool]) -> bool:
+    try:
+        return "recurse" in inspect.signature(policy).parameters
+    except (TypeError, ValueError):  # a function written in C
+        return False

@@ -29,7 +29,7 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import link as link_of
 from dp_compile.plan.cost import ring_or_tree
 from dp_compile.plan.words import count, format_bytes
-from dp_compile.replication.replicate import replicate_without_values, unreplicate
+from dp_compile.replication.replicate import replicate_module, unreplicate
 from dp_compile.testing.golden import assert_text
 from dp_compile.testing.training import Training
 
@@ -149,7 +149,7 @@ def backward_of(
         with torch.device(on):
             model = training.model().to(on)
         batch = autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
-        replicate_without_values(model, config, **(training.options | {"passes": passes}))
+        replicate_module(model, {}, config=config, needs_values=False, **(training.options | {"passes": passes}))
         exits.callback(unreplicate, model)
         return _seen(training, config, model, batch, recorder)
 

@@ -12,7 +12,7 @@ from torch import nn
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes.result import GraphPass
-from dp_compile.replication.units import BucketPolicy
+from dp_compile.replication.selection import BucketPolicy
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 import dp_compile
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.plan.backends import CLASSES, FABRIC, Backend
-from dp_compile.replication.replicate import replicate_without_values, unreplicate
+from dp_compile.replication.replicate import replicate_module, unreplicate
 from dp_compile.train.gpt import GPT, GPTConfig
 
 RANKS = 8
@@ -211,7 +211,7 @@ def result_of(case: Case) -> dict[str, Any]:
     mesh = None if case.nodes == 1 else init_device_mesh("cpu", (case.nodes, RANKS // case.nodes))
     with torch._inductor.config.patch(dict(case.settings)):
         config = dp_compile.ReplicateConfig(**{"check_reductions": False, **case.config})
-        replicate_without_values(model, config, device_mesh=mesh)
+        replicate_module(model, {}, config=config, device_mesh=mesh, needs_values=False)
         compiled = torch.compile(Squared(model))
         for _ in range(case.backwards):
             compiled(x).backward()

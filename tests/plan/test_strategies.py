@@ -13,11 +13,12 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
+from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan.backends import FAKE, GLOO, NCCL, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost, CostFit
 from dp_compile.plan.reduction import Averaging
-from dp_compile.replication.planning import PlanRequest, make_plan
+from dp_compile.replication.planning import make_plan
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -119,8 +120,7 @@ def plan_with(
     module, group = Vision(), group_with(backend, fake_group)
     named = dict(module.named_parameters())
     gradients = gradient_specs(tuple(named.values()), tuple(named), group)
-    request = PlanRequest(ReplicateConfig(**options), None, True, units)
-    return make_plan(module, gradients, group, request).planned.plan
+    return make_plan(module, gradients, group, ReplicateConfig(**options), DEFAULT_PASSES, units).planned.plan
 
 
 @pytest.mark.parametrize(

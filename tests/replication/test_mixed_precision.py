@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -460,34 +459,4 @@ class TestRefused:
         model = replicated(nn.Sequential(Moving(6, 6)))
         with pytest.raises(dp_compile.ModuleError, match=r"changed its parameter bias in place, .*replicate\(\) first"):
             model(X)
-        dp_compile.unreplicate(model)
-
-    def test_two_threads(self) -> None:
-        """They use the same casts; one with gradients cannot begin while one without is under way."""
-        inside, go_on = threading.Event(), threading.Event()
-
-        class Waits(Net):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                if threading.current_thread() is not threading.main_thread():
-                    inside.set()
-                    assert go_on.wait(20)
-                return super().forward(x)
-
-        model, found = replicated(Waits()), []
-        for without in (False, True):
-            inside.clear(), go_on.clear()
-
-            def other() -> None:
-                with torch.set_grad_enabled(not without):  # noqa: B023
-                    found.append(model(X))
-
-            thread = threading.Thread(target=other)
-            thread.start()
-            assert inside.wait(20)
-            with pytest.raises(dp_compile.ModuleError, match="run one after the other") if without else nullcontext():
-                found.append(model(X))
-            go_on.set()
-            thread.join()
-            assert all(isinstance(each, nn.Parameter) for each in model.parameters())
-        assert [each.dtype for each in found] == 3 * [BF16]
         dp_compile.unreplicate(model)

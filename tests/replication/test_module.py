@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_compile
-from dp_compile.replication.forward_hooks import InputMover
-from dp_compile.replication.module import replica_of
+from dp_compile.replication.module import InputMover, replica_of
 from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")

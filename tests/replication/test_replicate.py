@@ -20,6 +20,7 @@ from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 import dp_compile
@@ -149,16 +150,6 @@ class TestLocal:
         assert wrapped(torch.ones(1, 4)).shape == (1, 2)
         dp_compile.replicate(inner)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # since torch 2.15 a FutureWarning
-    def test_scripting(self) -> None:
-        model = dp_compile.replicate(Net())
-        scripted = torch.jit.script(model)
-        x = torch.ones(1, 4)
-        torch.testing.assert_close(scripted(x), model(x))
-        assert scripted.head.weight.data_ptr() == model.head.weight.data_ptr()
-        assert type(model).__name__ == "DDPNet"
-        assert len(model._forward_pre_hooks) == 1
-
     def test_replicate_twice(self) -> None:
         model = dp_compile.replicate(Net())
         with pytest.raises(dp_compile.ModuleError, match=r"Net is replicated already\. Call dp_compile\.unreplicate"):
@@ -187,6 +178,29 @@ class TestLocal:
         with pytest.raises(dp_compile.ModuleError, match="submodule head is managed by torch's replicate"):
             dp_compile.replicate(model)
         dp_compile.replicate(model, ignored_modules=[model.head])
+
+    def test_buckets_end_where_a_policy_says(self) -> None:
+        """A `ModuleWrapPolicy` can be called; taken for a function of name and module it says yes to everything."""
+
+        def blocks() -> nn.Module:
+            model = nn.Sequential(nn.Embedding(10, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in "ab"))
+            model.append(nn.Linear(8, 10))
+            model[3].weight = model[0].weight
+            return model
+
+        of_functions = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential})
+        by_name = lambda name, module: isinstance(module, nn.Sequential)  # noqa: E731
+        policies = ({nn.Sequential}, ModuleWrapPolicy({nn.Sequential}), of_functions, by_name)
+        plans = [replica_of(dp_compile.replicate(blocks(), bucket_policy=policy)).plan for policy in policies]
+        assert len(plans[0].buckets) == 4  # head, two blocks, embedding
+        assert all(plan == plans[0] for plan in plans)
+        custom = CustomPolicy(lambda module: {"bucket_cap_mb": 4} if isinstance(module, nn.Embedding) else False)
+        for policy, text in (
+            (custom, "gives options to 0: it can say True"),
+            (lambda *_: 1, "must return True or F"),
+        ):
+            with pytest.raises(dp_compile.ConfigError, match=text):
+                dp_compile.replicate(blocks(), bucket_policy=policy)
 
     def test_device_mesh(self) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))

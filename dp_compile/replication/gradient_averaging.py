@@ -1,0 +1,184 @@
+"""How the gradients of a replica are averaged, and what changes that: comm hooks, divide factors, sharded gradients."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dp_compile.comm_hooks.comm_hook import CommHook, HookFunction, make_comm_hook
+from dp_compile.comm_hooks.functional import FunctionalHook
+from dp_compile.engine.gradients import gradient_specs
+from dp_compile.engine.group import Group
+from dp_compile.engine.plan_sync import agree, agree_in_call, meeting, table_in_backward, telling_the_others
+from dp_compile.engine.replica import Replica
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.plan.buckets import BucketPlan, GradientSpec
+from dp_compile.plan.planner import Planned
+from dp_compile.plan.reduction import Averaging
+from dp_compile.replication.planning import make_plan
+from dp_compile.replication.selection import refuse_sparse
+from dp_compile.replication.tensor_parallel import refuse_hook_of_dtensors
+
+logger = logging.getLogger("dp_compile.comm_hook")
+
+
+def average_by(replica: Replica, averaging: Averaging) -> None:
+    """Average otherwise from now on. Only between backwards, and on every rank.
+
+    The buckets stay, with all that was measured of backwards, unless gradients get another size.
+    """
+    was = replica.group.averaging
+    # A plan takes long to make, and the divisor alone, which may be another one in each step, changes none.
+    same_plan = replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
+    _reduce_by(replica, replace(replica.group, averaging=averaging), replans=not same_plan)
+    replica.config = replace(replica.config, gradient_divide_factor=averaging.divide_by)
+
+
+def scatter(replica: Replica, names: frozenset[str]) -> None:
+    """Let each rank keep only a part of the reduced gradients of these parameters. As `average_by`."""
+    _reduce_by(replica, replace(replica.group, scattered=names), replans=True)
+    replica.after.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
+
+
+def _reduce_by(replica: Replica, group: Group, *, replans: bool) -> None:
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
+    planning = None
+    if replans:
+        module = replica.outline.root()
+        assert module is not None
+        planning = make_plan(module, gradients, group, replica.config, replica.passes, replica.revisions.units)
+        replica.revisions.layout = planning.layout
+    replica.group = group
+    if planning is None or _keeps_buckets(replica.plan, gradients):
+        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
+    else:
+        replica.revisions.due = planning.revisions
+        replica.adopt(planning.planned, planning.ready)
+
+
+def _keeps_buckets(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
+    """Whether the buckets of a plan can stay what they are when its gradients are reduced in another way."""
+    new = {gradient.index: gradient for gradient in gradients}
+    for was in plan.gradients:
+        now = new[was.index]
+        # The members of a scattered bucket lie in another way.
+        if was.itemsize != now.itemsize or was.key.reduction.is_scattered != now.key.reduction.is_scattered:
+            return False
+    return all(len({new[member.gradient.index].key for member in bucket.members}) == 1 for bucket in plan.buckets)
+
+
+def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> None:
+    """See `ReplicatedModule.set_gradient_divide_factor`. `name`: of the module's class."""
+    with telling_the_others(replica, "set_gradient_divide_factor()"):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise ConfigError(f"gradient_divide_factor must be a finite number > 0, got {factor!r}.")
+        refuse_mixed(replica, name)
+        if replica.comm_hook is not None:
+            hook = replica.comm_hook.name
+            raise ModuleError(f"{name} has comm hook {hook}, which says what gradients are divided by.")
+    agree_in_call(replica, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
+    averaging = replica.group.averaging
+    if averaging.divide_by != factor:
+        given = averaging.given or averaging.divide_by is not None
+        average_by(replica, replace(averaging, divide_by=float(factor), given=given))
+
+
+def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
+    """See `ReplicatedModule.register_comm_hook`. `name`: of the module's class."""
+    with telling_the_others(replica, "register_comm_hook()"):
+        refuse_mixed(replica, name)
+        refuse_parts(replica, "a comm hook")
+        if replica.comm_hook is not None:
+            raise ModuleError(f"{name} has a comm hook already, {replica.comm_hook.name}. Register one, once.")
+        if replica.history.backwards.total():
+            raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
+        hook = make_comm_hook(state, function, replica.group.process_group, replica.group.backend)
+        _check_supported(replica, name, hook)
+    replica.comm_hook = hook
+    try:
+        if hook.memory is not None:
+            assert isinstance(hook.function, FunctionalHook)
+            compare = partial(_compare_memory, weakref.ref(replica))
+            hook.memory.bind(hook.function, replica.names, replica.parameters, compare)
+        agree_in_call(replica, {"comm hook": hook.said}, "register_comm_hook()")
+    except BaseException:
+        replica.comm_hook = None
+        if hook.memory is not None:
+            hook.memory.unbind()
+        raise
+    average_by(replica, hook.averaging)
+    if hook.is_called:
+        logger.warning(
+            "%s has comm hook %s: it is called with each bucket by hooks that run eagerly, backwards are not captured: "
+            "%s.",
+            name,
+            hook.name,
+            hook.why_called,
+        )
+
+
+def _check_supported(replica: Replica, name: str, hook: CommHook) -> None:
+    """Refuse what a comm hook cannot be combined with.
+
+    Raises:
+        ConfigError: for options, sparse gradients, or DTensors.
+    """
+    has_levels, policy = replica.group.levels is not None, replica.config.mp_policy
+    obstacles = {
+        "the device_mesh has two dimensions": has_levels,
+        "no pass makes buckets": replica.strategy == "single",
+    }
+    if hook.memory is not None and any(obstacles.values()):
+        stated = " and ".join(obstacle for obstacle, stands in obstacles.items() if stands)
+        raise ConfigError(
+            f"comm hook {hook.name} reduces the buckets of a plan, over all ranks at once: {stated}. Leave that option "
+            "as it is by default, or use another hook."
+        )
+    if hook.is_called and has_levels:
+        raise ConfigError(
+            f"comm hook {hook.name} reduces over one group, but the device_mesh of {name} has two dimensions. Use a "
+            "hook of torch's that only casts, or one dimension."
+        )
+    given = "a reduce_dtype in its mp_policy" if policy is not None and policy.reduce_dtype is not None else ""
+    given = given if replica.config.gradient_divide_factor is None else "gradient_divide_factor"
+    if given:
+        raise ConfigError(f"{name} has {given}: a comm hook would say otherwise how gradients are averaged. Give one.")
+    refuse_hook_of_dtensors(replica, hook)
+    refuse_sparse(replica.names, replica.sparse, f"comm hook {hook.name}")
+
+
+def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
+    """Compare the state of a functional hook with the other ranks. The user keeps it, so not a replica."""
+    replica = of()
+    assert replica is not None
+    table = table_in_backward(replica)
+    if table is not None:
+        agree(table, meeting(replica, call), {"state of the comm hook": said}, call=call)
+
+
+def refuse_mixed(replica: Replica, name: str) -> None:
+    """Refuse a module whose gradients are not reduced at all.
+
+    Raises:
+        ModuleError: it is decentralized.
+    """
+    if replica.is_mixed:
+        raise ModuleError(f"{name} is decentralized: no gradient of it is reduced, nothing can be said on how.")
+
+
+def refuse_parts(replica: Replica, what: str) -> None:
+    """Refuse a module of whose reduced gradients each rank has a part only.
+
+    Raises:
+        ModuleError: it has a sharded optimizer.
+    """
+    if replica.after.parts_to is not None:
+        raise ModuleError(
+            f"{what} needs whole gradients, but the module of {replica.names[0]} has a sharded optimizer, for which "
+            "each rank reduces a part. Use in_backward() without shard=True."
+        )
