@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import distributed
 from dp_compile.engine.events import Backward, LaunchClock, Observer
 from dp_compile.engine.group import group_of_mesh
-from dp_compile.engine.plan_sync import Table, agree, collect, decide, meeting, revise, table_in_backward
+from dp_compile.engine.plan_sync import Table, agree, exchange, meeting, revise, table_in_backward
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
@@ -194,13 +194,9 @@ def _has_measured_enough(replica: Replica) -> bool:
 def _measured(replica: Replica) -> ReadyTimes | None:
     """What the slowest rank saw; `None` if some rank could not measure."""
     own = asdict(typical(replica.revisions.launches)) if replica.revisions.launches else None
-    said, table, topic = [own], table_in_backward(replica), meeting(replica, "launches")
-    if table is not None:
-        said = collect(table, topic, own)
-        complete = said if all(each is not None for each in said) else None
-        said = decide(table, topic, complete) or [None]
+    said = exchange(table_in_backward(replica), meeting(replica, "launches"), own)
     seen = [Launches(tuple(each["launch_s"]), each["backward_s"]) for each in said if each is not None]
-    if not seen or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
+    if len(seen) < len(said) or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
         logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
         return None
     return measured_times(replica.plan, slowest(seen), replica.ready)

@@ -34,7 +34,7 @@ from dp_compile.config import CHECK_VARIABLE, check_parameters_every
 from dp_compile.engine.gradients import dense_strides, own_view
 from dp_compile.engine.module_names import fully_qualified
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import collect, decide, exchange, meeting, table_in_backward
+from dp_compile.engine.plan_sync import decide, exchange, meeting, table_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError
 
@@ -327,9 +327,8 @@ class _Comparisons:
             return
         ends_s = self.ends_s[TRIED_AFTER[0] - 1 :]
         step_s = statistics.median(after - before for before, after in pairwise(ends_s))
-        table, topic = table_in_backward(replica), meeting(replica, "comparisons")
-        assert table is not None
-        self.every = int(decide(table, topic, how_often(min(self.costs_s), step_s)))
+        often = how_often(min(self.costs_s), step_s)
+        self.every = int(decide(table_in_backward(replica), meeting(replica, "comparisons"), often))
         self.ends_s.clear()
         logger.info("parameters are compared between ranks after each %d synchronised backwards", self.every)
 
@@ -456,9 +455,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _describe(replica: Replica, flight: _Flight, places: Sequence[int]) -> str:
     """Which parameter, on which ranks: asked in the store, for it is said once in a run."""
     first, own = flight.indices[places[0]], int(flight.own[places[0] + 1])
-    table, topic = table_in_backward(replica), meeting(replica, "differing parameters")
-    assert table is not None
-    said = decide(table, topic, collect(table, topic, own))
+    said = exchange(table_in_backward(replica), meeting(replica, "differing parameters"), own)
     usual = Counter(said).most_common(1)[0][0]
     others = [rank for rank, each in enumerate(said) if each != usual]
     same = [rank for rank, each in enumerate(said) if each == usual]
@@ -516,9 +513,7 @@ def _kind(grad: torch.Tensor) -> str:
 
 def _origin(replica: Replica, outputs: Sequence[Any]) -> str:
     finite = all(bool(each.isfinite().all()) for each in outputs if isinstance(each, torch.Tensor))
-    said, table, topic = [finite], table_in_backward(replica), meeting(replica, "finite")
-    if table is not None:
-        said = exchange(table, topic, finite)
+    said = exchange(table_in_backward(replica), meeting(replica, "finite"), finite)
     culprits = [rank for rank, each in enumerate(said) if not each]
     if culprits:
         return f"The loss was not finite on rank(s) {', '.join(map(str, culprits))} of the group."

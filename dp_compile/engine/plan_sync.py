@@ -1,8 +1,8 @@
 """What ranks compare and decide over the key-value store: the model in `replicate`, the plan in the first backward.
 
-Never inside the compiler, and each wait ends with the group's time-out. `agree`: every rank posts its statement, rank
-0 reads all of them and posts one verdict that every rank reads, so that all ranks go on or all raise the same error;
-traffic is linear in the ranks. `decide`: rank 0 posts, the others read. `exchange`, quadratic: for rare errors.
+Never inside the compiler, and each wait ends with a time-out, that of the group's collectives. `agree` and `exchange`
+are one round: every rank posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all
+raise the same error, and traffic is linear in the ranks. `decide`: rank 0 posts and goes on, the others read.
 
 | revision        | when                                   | from                                           |
 |-----------------|----------------------------------------|------------------------------------------------|
@@ -20,11 +20,13 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -42,8 +44,12 @@ from dp_compile.plan.planner import Planned, percent_above, plan_optimal
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.words import count, format_bytes
 
+logger = logging.getLogger("dp_compile.plan_sync")
+
 Statement = Mapping[str, Any]
 _MISSING: Final = object()
+_calls: Final[Counter[str]] = Counter()
+_meetings: Final[Counter[str]] = Counter()
 
 
 class MissingRankError(DesyncError):
@@ -61,9 +67,16 @@ def is_of_other_ranks(error: BaseException) -> bool:
     return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
 
 
+# --- over the store ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Where the ranks of one group meet: a place in the store that no other group uses."""
+    """Where the ranks of one group meet in the store, with plain JSON data.
+
+    Not `torch.distributed.elastic.utils.store`: `synchronize` does not say which rank is missing, and after an error
+    its `store_timeout` leaves the time-out of the default store changed (torch 2.11 to 2.15).
+    """
 
     store: distributed.Store
     rank: int
@@ -71,22 +84,22 @@ class Table:
     timeout_s: float
 
     def post(self, key: str, value: Any) -> None:
-        """Let other ranks read plain JSON data."""
-        with self._asking(self.timeout_s):
+        with self._asking(math.inf):
             self.store.set(key, json.dumps(value, sort_keys=True))
 
-    def read(self, key: str, patience_s: float) -> Any:
+    def read(self, key: str, patience_s: float, absent: str = "") -> Any:
         """What a rank has posted.
 
         Raises:
-            RuntimeError: it is not there after `patience_s`.
+            MissingRankError: with the text `absent`, it is not there after `patience_s`.
+            LostStoreError: the store is gone.
         """
-        with self._asking(patience_s):
+        with self._asking(patience_s, absent):
             self.store.wait([key], timedelta(seconds=patience_s))
             return json.loads(self.store.get(key))
 
     @contextlib.contextmanager
-    def _asking(self, patience_s: float) -> Iterator[None]:
+    def _asking(self, patience_s: float, absent: str = "") -> Iterator[None]:
         """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
         started_s = time.monotonic()
         try:
@@ -99,14 +112,38 @@ class Table:
                     "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
                     f"first. torch says: {error}"
                 ) from error
-            raise
+            raise MissingRankError(absent) from error
 
 
-def agree(table: Table, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
+def _round(table: Table, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> tuple[Any, str]:
+    """What rank 0 makes of the values of all ranks, on every rank; and, in words, which ranks are missing."""
+    table.post(f"{topic}/{table.rank}", value)
+    if table.rank == 0:
+        said: dict[int, Any] = {}
+        for rank in range(table.world_size):
+            # One rank is waited for in full; once one is missing the others get a short look only, so that the
+            # verdict comes before the ranks that wait for it give up.
+            is_complete = len(said) == rank
+            patience_s = table.timeout_s if is_complete else min(1.0, table.timeout_s / (2 * table.world_size))
+            with contextlib.suppress(MissingRankError):
+                said[rank] = table.read(f"{topic}/{rank}", max(0.01, patience_s))
+        missing = [str(rank) for rank in range(table.world_size) if rank not in said]
+        named = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} {'have' if len(missing) > 1 else 'has'}"
+        table.post(f"{topic}/verdict", [judge(said), named if missing else ""])
+    verdict, missing_ranks = table.read(
+        f"{topic}/verdict",
+        2 * table.timeout_s,
+        f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
+        f"{call or 'the same'}, for the same modules in the same order?",
+    )
+    return verdict, missing_ranks
+
+
+def agree(table: Table | None, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
     """Return when every rank has made an equal statement on `topic`.
 
     Args:
-        table: where to meet.
+        table: where to meet; `None`: there are no other ranks.
         topic: unique for this comparison on this table.
         statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
         call: the user's call that this is a part of, for errors; the topic stands in its place if it is not given.
@@ -117,144 +154,95 @@ def agree(table: Table, topic: str, statement: Statement, *, call: str = "", ver
             `table.timeout_s`. The text names the rank and the first difference.
         LostStoreError: the store is gone, here and in all that follows.
     """
-    table.post(f"{topic}/{table.rank}", statement)
-    if table.rank == 0:
-        own = json.loads(json.dumps(statement))
-        table.post(f"{topic}/verdict", _judge(table, topic, own, call and f"{verb} {call}"))
-    try:
-        verdict, is_missing = table.read(f"{topic}/verdict", 2 * table.timeout_s)
-    except LostStoreError:
-        raise
-    except RuntimeError as error:
-        raise MissingRankError(
-            f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
-            f"{call or 'the same'}, for the same modules in the same order?"
-        ) from error
-    if verdict:
-        raise (MissingRankError if is_missing else DesyncError)(f"{call or topic}: {verdict}")
+    if table is None:
+        return
+    complaints, missing = _round(table, topic, statement, _complaints, call)
+    if missing:
+        deed = f"{verb} {call}" if call else "come to this place"
+        complaints = [*complaints[:3], f"{missing} not {deed} after {table.timeout_s:g} s"]
+    if complaints:
+        error = MissingRankError if missing else DesyncError
+        raise error(f"{call or topic}: {'; '.join(complaints[:4])}")
 
 
-def decide(table: Table, topic: str, value: Any) -> Any:
-    """What rank 0 of the table says on `topic`. It does not wait for the others.
+def _complaints(said: Mapping[int, Statement]) -> list[str]:
+    own, complaints = said[0], []
+    for rank, other in said.items():
+        if "error" in other:
+            complaints.append(f"rank {rank} cannot go on: {other['error']}")
+        elif "error" not in own and other != own:
+            complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
+    return complaints
+
+
+def exchange(table: Table | None, topic: str, value: Any) -> list[Any]:
+    """What each rank says on `topic`, by rank, on every rank: for what is said rarely, as every rank reads all.
 
     Args:
-        table: where to meet.
+        table: where to meet; `None`: there are no other ranks.
+        topic: unique for this exchange on this table.
+        value: plain JSON data.
+
+    Raises:
+        DesyncError: on every rank, some rank has not said anything after `table.timeout_s`; the text names it.
+    """
+    if table is None:
+        return [value]
+    said, missing = _round(table, topic, value, lambda said: list(said.values()), "")
+    if missing:
+        raise MissingRankError(
+            f"{missing} not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, and does "
+            f"it run the same backwards as the others? ({topic})"
+        )
+    return list(said)
+
+
+def decide(table: Table | None, topic: str, value: Any) -> Any:
+    """What rank 0 says on `topic`. It does not wait for the others.
+
+    Args:
+        table: where to meet; `None`: there are no other ranks.
         topic: unique for this decision on this table.
         value: plain JSON data; only rank 0's counts.
 
     Raises:
         DesyncError: rank 0 has not said anything after `table.timeout_s`.
     """
+    if table is None:
+        return value
     if table.rank == 0:
         table.post(f"{topic}/decision", value)
-    try:
-        return table.read(f"{topic}/decision", table.timeout_s)
-    except LostStoreError:
-        raise
-    except RuntimeError as error:
-        raise MissingRankError(
-            f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
-            f"this rank? ({topic})"
-        ) from error
-
-
-def collect(table: Table, topic: str, value: Any) -> list[Any]:
-    """On rank 0 what each rank says on `topic`, by rank; nothing on the others, which do not wait.
-
-    Raises:
-        DesyncError: on rank 0, if a rank has not said anything after `table.timeout_s`.
-    """
-    table.post(f"{topic}/{table.rank}", value)
-    if table.rank:
-        return []
-    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
-
-
-def exchange(table: Table, topic: str, value: Any) -> list[Any]:
-    """What each rank says on `topic`, by rank, on every rank. Also a barrier: nobody returns before all have spoken.
-
-    Args:
-        table: where to meet.
-        topic: unique for this exchange on this table.
-        value: plain JSON data.
-
-    Raises:
-        DesyncError: some rank has not said anything after `table.timeout_s`; the text names it.
-    """
-    table.post(f"{topic}/{table.rank}", value)
-    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
-
-
-def _word_of(table: Table, topic: str, rank: int) -> Any:
-    try:
-        return table.read(f"{topic}/{rank}", table.timeout_s)
-    except LostStoreError:
-        raise
-    except RuntimeError as error:
-        raise MissingRankError(
-            f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, "
-            f"and does it run the same backwards as this rank? ({topic})"
-        ) from error
-
-
-def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bool]:
-    """The empty text if all ranks agree with the first, otherwise what is wrong; and whether a rank is missing."""
-    missing: list[int] = []
-    complaints: list[str] = []
-    for rank in range(table.world_size):
-        # One rank is waited for in full; once somebody is missing the others get a short look only, so that the
-        # verdict comes before the ranks that wait for it give up.
-        patience = max(0.01, min(1.0, table.timeout_s / (2 * table.world_size))) if missing else table.timeout_s
-        try:
-            other = table.read(f"{topic}/{rank}", patience)
-        except LostStoreError:
-            raise
-        except RuntimeError:
-            missing.append(rank)
-            continue
-        if "error" in other:
-            complaints.append(f"rank {rank} cannot go on: {other['error']}")
-        elif "error" not in own and other != own:
-            complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
-    if missing:
-        complaints.append(_absent(missing, deed, table.timeout_s))
-    return "; ".join(complaints[:4]), bool(missing)
-
-
-def _absent(ranks: Sequence[int], deed: str, waited_s: float) -> str:
-    named = ", ".join(map(str, ranks))
-    subject = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
-    return f"{subject} not {deed or 'come to this place'} after {waited_s:g} s"
+    return table.read(
+        f"{topic}/decision",
+        table.timeout_s,
+        f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as this "
+        f"rank? ({topic})",
+    )
 
 
 def first_difference(mine: Any, theirs: Any) -> str:
     """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
     for path, here, there in _differences(mine, theirs, ""):
-        return f"{path.lstrip('.') or 'the value'} is {there} there, {here} on rank 0"
+        return f"{path.lstrip('.') or 'the value'} is {_show(there)} there, {_show(here)} on rank 0"
     return "no difference"
 
 
-def _differences(mine: Any, theirs: Any, path: str) -> Iterator[tuple[str, str, str]]:
+def _differences(mine: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
-            if key not in mine or key not in theirs:
-                yield f"{path}.{key}", _show(mine.get(key, _MISSING)), _show(theirs.get(key, _MISSING))
-            else:
-                yield from _differences(mine[key], theirs[key], f"{path}.{key}")
+        for key in {**mine, **theirs}:
+            yield from _differences(mine.get(key, _MISSING), theirs.get(key, _MISSING), f"{path}.{key}")
     elif isinstance(mine, list) and isinstance(theirs, list):
         for position, (here, there) in enumerate(itertools.zip_longest(mine, theirs, fillvalue=_MISSING)):
             yield from _differences(here, there, f"{path}[{position}]")
     elif mine != theirs:
-        yield path, _show(mine), _show(theirs)
+        yield path, mine, theirs
 
 
 def _show(value: Any) -> str:
     return "missing" if value is _MISSING else json.dumps(value)
 
 
-logger = logging.getLogger("dp_compile.plan_sync")
-
-_meetings: Final[Counter[str]] = Counter()
+# --- the ranks of a module --------------------------------------------------------------------------------------------
 
 
 def table_of(group: Group, device: torch.device | None = None) -> Table | None:
@@ -294,27 +282,71 @@ def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
     Raises:
         DesyncError: ranks differ, one reports an error, or one is missing.
     """
-    table = table_in_backward(replica)
-    if table is not None:
-        agree(table, meeting(replica, call), statement, call=call)
+    agree(table_in_backward(replica), meeting(replica, call), statement, call=call)
+
+
+def telling_the_others(replica: Replica | None, call: str) -> contextlib.AbstractContextManager[None]:
+    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `agree_in_call`.
+
+    Without a replica no rank waits.
+    """
+    if replica is None:
+        return contextlib.nullcontext()
+    return _telling_in(partial(agree_in_call, replica, call=call))
 
 
 @contextlib.contextmanager
-def telling_the_others(replica: Replica | None, call: str) -> Iterator[None]:
-    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `agree_in_call`.
-
-    Without a replica nobody waits.
-    """
+def _telling_in(compare: Callable[[Statement], object]) -> Iterator[None]:
     try:
         yield
-    except (DesyncError, LostStoreError):  # they have met, or cannot
+    except (DesyncError, LostStoreError):  # the ranks have met, or cannot
         raise
     except Exception as error:
-        if replica is not None:
-            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(DesyncError, LostStoreError):
-                agree_in_call(replica, {"error": text}, call)
+        text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(DesyncError, LostStoreError):
+            compare({"error": text})
         raise
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """Where the ranks of a group compare one call of `replicate`: a topic in the store that no other call has."""
+
+    group: Group
+    number: int = 0
+    """Which call of `replicate` with this group it is; 0: not called yet."""
+    held: int = 0
+
+    @classmethod
+    def of_this_call(cls, group: Group) -> Meeting:
+        """Counted before anything can go wrong, so that a rank that raises stays in step with the others."""
+        meeting = cls(group)
+        meeting._count()
+        return meeting
+
+    def _count(self) -> None:
+        _calls[self.group.name] += 1
+        self.number = _calls[self.group.name]
+
+    def compare(self, statement: Statement) -> str:
+        """Compare with the other ranks. Returns the topic.
+
+        Raises:
+            DesyncError: ranks differ, one reports an error or is missing.
+        """
+        if not self.number:
+            self._count()
+        self.held += 1
+        topic = f"dp_compile.replicate/{self.group.name}/{self.number}" + (f"/{self.held}" if self.held > 1 else "")
+        agree(table_of(self.group), topic, statement, call="replicate()")
+        return topic
+
+    def telling_the_others(self) -> contextlib.AbstractContextManager[None]:
+        """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `compare`."""
+        return _telling_in(self.compare)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
@@ -328,16 +360,16 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
-    said = times or {}
-    open_ones = [replica for replica in replicas if replica.awaits(Revision.FROM_GRAPH)]
-    tables = list(map(table_in_backward, open_ones))
-    topics = [meeting(replica, Revision.FROM_GRAPH.name) for replica in open_ones]
-    proposals = [said[each].to_json() if each in said else None for each in open_ones]
-    for table, topic, proposal in zip(tables, topics, proposals, strict=True):
-        # Who decides for one group may have to wait for who decides for another: first everybody says what he knows.
-        if table is not None and table.rank == 0:
-            decide(table, topic, proposal)
-    for replica, table, topic, proposal in zip(open_ones, tables, topics, proposals, strict=True):
+    times, asked = times or {}, []
+    for replica in replicas:
+        if replica.awaits(Revision.FROM_GRAPH):
+            table, topic = table_in_backward(replica), meeting(replica, Revision.FROM_GRAPH.name)
+            proposal = times[replica].to_json() if replica in times else None
+            # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
+            if table is not None and table.rank == 0:
+                decide(table, topic, proposal)
+            asked.append((replica, table, topic, proposal))
+    for replica, table, topic, proposal in asked:
         decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
         revise(replica, None if decided is None else ReadyTimes.from_json(decided), None)
 
@@ -353,11 +385,9 @@ def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | Non
     if times is None:
         return
     before, planned = len(replica.plan.buckets), make_plan_again(replica, times, cost)
-    table, topic = table_in_backward(replica), meeting(replica, "new plan")
-    if table is not None:
-        # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would
-        # then be added to each other, and nothing else would notice.
-        agree(table, topic, {"the new plan": planned.plan.signature()})
+    # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would then
+    # be added to each other, and nothing else would notice.
+    agree(table_in_backward(replica), meeting(replica, "new plan"), {"the new plan": planned.plan.signature()})
     replica.adopt(planned, times)
     logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
 
@@ -383,59 +413,3 @@ def describe_plan(replica: Replica) -> str:
     end = "" if replica.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
     above = percent_above(certificate.ratio)
     return f"{replica.strategy}, {size}, predicted end{end} {above} the best any plan could do ({replica.ready.basis})"
-
-
-_calls: Counter[str] = Counter()
-
-
-@dataclass(eq=False, slots=True)
-class Meeting:
-    """Where the ranks of a group compare one call of `replicate`: a topic in the store that no other call has."""
-
-    group: Group
-    number: int = 0
-    """Which call of `replicate` with this group it is; 0: not called yet."""
-    held: int = 0
-
-    @classmethod
-    def of_this_call(cls, group: Group) -> Meeting:
-        """Counted before anything can go wrong, so that a rank that raises stays in step with the others."""
-        meeting = cls(group)
-        meeting._count()
-        return meeting
-
-    def _count(self) -> None:
-        _calls[self.group.name] += 1
-        self.number = _calls[self.group.name]
-
-    def compare(self, statement: Statement, *, own_error: Exception | None = None) -> str:
-        """Compare with the other ranks; a rank with an error of its own only tells the others and raises nothing.
-
-        Returns the topic.
-
-        Raises:
-            DesyncError: ranks differ, one reports an error or is missing.
-        """
-        if not self.number:
-            self._count()
-        self.held += 1
-        topic = f"dp_compile.replicate/{self.group.name}/{self.number}" + (f"/{self.held}" if self.held > 1 else "")
-        table = table_of(self.group)
-        if table is None:
-            return topic
-        try:
-            agree(table, topic, statement, call="replicate()")
-        except Exception:
-            if own_error is None:
-                raise
-        return topic
-
-    @contextlib.contextmanager
-    def telling_the_others(self) -> Iterator[None]:
-        """An error inside, of whatever kind, reaches the other ranks too, which wait for this one."""
-        try:
-            yield
-        except Exception as error:
-            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
-            self.compare({"error": text}, own_error=error)
-            raise

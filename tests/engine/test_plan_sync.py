@@ -18,7 +18,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile.engine import plan_sync
-from dp_compile.engine.plan_sync import Table, agree, collect, decide, exchange, first_difference
+from dp_compile.engine.plan_sync import Table, agree, decide, exchange, first_difference
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.insight.report import Report
@@ -192,11 +192,10 @@ CALLS: dict[str, Callable[[Table], Any]] = {
     "agree": lambda table: agree(table, "topic", SAME),
     "decide": lambda table: decide(table, "topic", 1),
     "exchange": lambda table: exchange(table, "topic", 1),
-    "collect": lambda table: collect(table, "topic", 1),
 }
 
 
-@pytest.mark.parametrize(("call", "rank"), [("agree", 0), ("agree", 1), ("decide", 1), ("exchange", 0), ("collect", 0)])
+@pytest.mark.parametrize(("call", "rank"), [("agree", 0), ("agree", 1), ("decide", 1), ("exchange", 0)])
 @pytest.mark.parametrize("before", [True, False])
 def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
     """Before a rank asks, and while it waits: the error comes at once and is not one of a rank that did not come."""
@@ -294,16 +293,14 @@ def test_what_all_ranks_learn() -> None:
     assert decided == {rank: {"shares": [0, 0.1]} for rank in range(3)}
     exchanged = on_threads(range(3), lambda rank: exchange(tables[rank], "b", rank))
     assert exchanged == {rank: [0, 1, 2] for rank in range(3)}
-    collected = on_threads(range(3), lambda rank: collect(tables[rank], "c", rank))
-    assert collected == {0: [0, 1, 2], 1: [], 2: []}
 
 
 @pytest.mark.parametrize(
     ("call", "rank", "text"),
     [
         ("decide", 1, r"rank 0 has not decided within 0\.05 s.* \(topic\)"),
-        ("collect", 0, r"rank 1 has not come to the same place .* within 0\.05 s.* \(topic\)"),
-        ("exchange", 1, r"rank 0 has not come to the same place .* within 0\.05 s.* \(topic\)"),
+        ("exchange", 0, r"rank 1 has not come to the same place .* within 0\.05 s.* \(topic\)"),
+        ("exchange", 1, r"topic: rank 0 gave no verdict within 0\.1 s"),
     ],
 )
 def test_a_rank_that_is_missing(call: str, rank: int, text: str) -> None:
