@@ -182,7 +182,7 @@ class Exchange:
         if dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1:
             return
         look = self._look_at(tensors, process_group)
-        with self.naming_who_is_missing(process_group, step), torch.no_grad():
+        with self.naming_missing(process_group, step), torch.no_grad():
             if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
                 self._compare(process_group, tensors, step)
             leave = None
@@ -224,14 +224,14 @@ class Exchange:
                 indices=indices,
                 buckets=(),
                 flight=flight,
-                missing=partial(self.naming_who_is_missing, process_group, step),
+                missing=partial(self.naming_missing, process_group, step),
                 makes_equal=_makes_equal(replica, process_group),
             )
         )
 
     @contextlib.contextmanager
-    def naming_who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> Iterator[None]:
-        """Inside, ranks wait for each other.
+    def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str = "") -> Iterator[None]:
+        """Inside, ranks wait for each other; `what`: for what, for errors.
 
         Raises:
             CommunicationError: in place of torch's error, one that says for whom.
@@ -244,7 +244,7 @@ class Exchange:
             if not distributed.is_communication_error(error):
                 raise
             said = self.who_is_missing(process_group, step)
-            raise CommunicationError(f"{CALL} at step {step}: {said} ({error})") from error
+            raise CommunicationError(f"{what or f'{CALL} at step {step}'}: {said} ({error})") from error
 
     def _look_at(self, tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> _Look:
         name = distributed.group_name(process_group)

@@ -27,7 +27,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.planner import Planned
-from dp_compile.replication.module import Installed, Pending, behind, parts_of, replica_of, state_of, unwrap
+from dp_compile.replication.module import Pending, behind, parts_of, replica_of, state_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.tensor_parallel import refuse_dtensors
 
@@ -63,24 +63,23 @@ def decentralize(
 ) -> ModuleT:
     """Let the ranks of the default group mix parameters with few neighbours in each step, and reduce no gradient.
 
-    Returns the same object, with the methods of `DecentralizedModule`. A backward is a step: for each bucket of
-    parameters it waits for what the neighbours sent at the end of the step before, mixes, clips, updates with this
-    rank's own gradient, and sends for the next step. In a captured backward that is one op for each bucket. Ranks
-    start equal, with the parameters and buffers of the first one, and differ from then on. `optimizer.step()` and
-    `zero_grad()` may be left in the loop and do nothing.
+    Returns the same object, with the methods of `DecentralizedModule`. A backward is a step: when all gradients are
+    there it waits for what the neighbours sent at the end of the step before, mixes, clips, updates with this rank's
+    own gradients, and sends for the next step. Ranks start equal, with the parameters and buffers of the first one, and
+    differ from then on. `optimizer.step()` and `zero_grad()` may be left in the loop and do nothing.
 
     Args:
         module: not replicated yet, compiled or not.
         topology: a name, as of `topologies.topology`, or a `Topology` of as many ranks as the group.
-        optimizer: one over parameters of `module` only; or what makes one from a list of names and parameters. One
-            that is not of `torch.optim` must be able to update some parameters without a look at the others. With a
-            method `pre_average_hook(edge, weight)` it is told before a bucket is mixed, as by decent-dp.
+        optimizer: one over parameters of `module` only; or what makes one from a list of names and parameters. Its
+            method `pre_average_hook(edge, weight)`, if it has one, is called before parameters are mixed, when
+            `parameter.comm_buffer` holds what has arrived, as by decent-dp.
         lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
         scaler: the `torch.amp.GradScaler` with which the loop scales losses. All else it does happens in the backward;
-            ranks of an edge take the least scale of them. All updates are at the end then.
+            ranks of an edge take the least scale of them.
         grad_clip_norm: clip gradients to this norm; 0: not at all.
         clip: `bucket`: each bucket's gradients by themselves, as decent-dp; `global`: all gradients of this rank
-            together, as `torch.nn.utils.clip_grad_norm_`; all updates are at the end then.
+            together, as `torch.nn.utils.clip_grad_norm_`.
         param_as_bucket_view: let parameters lie in one memory for each bucket: one kernel mixes it. Else they stay
             where they are.
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.
@@ -108,31 +107,37 @@ def decentralize(
             chosen = _topology(topology, replica.group.world_size, local_world_size)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
-            replica.adopt(Planned(plan_of(replica, bucket_size_in_mb), None), replica.ready)
+            replica.adopt(Planned(plan_of(replica, bucket_size_in_mb)), replica.ready)
+        edges = hashlib.sha256(repr(chosen.steps).encode()).hexdigest()[:8]
         agree_in_call(replica, {
-            "topology": _said(chosen),
+            "topology": f"{chosen.name}, period {chosen.period}, edges {edges}",
             "optimizer": type(made).__qualname__,
             "grad_clip_norm": float(grad_clip_norm),
             "clip": clip,
             "scaler": scaler is not None and scaler.is_enabled(),
             "buckets": replica.plan.signature(),
         }, CALL)  # fmt: skip
-        mixer = Mixer(replica, chosen, as_views=param_as_bucket_view)
         updates = MixingUpdates(
-            replica, made, mixer, max_norm=grad_clip_norm, clip_by=clip, scaler=scaler, scheduler=scheduler
+            replica,
+            made,
+            Mixer(replica, chosen, as_views=param_as_bucket_view),
+            max_norm=grad_clip_norm,
+            clip_by=clip,
+            scaler=scaler,
+            scheduler=scheduler,
+            averages_buffers=sync_buffer_in_global_avg,
         )
     except BaseException:
         unreplicate(module)
         raise
-    replica.revisions.due, replica.strategy, replica.is_mixed = (), "fixed", True
+    replica.revisions.due, replica.strategy, replica.reduces_gradients = (), "fixed", False
     replica.after.updates.append(updates)
     inner = behind(module)
     inner.__class__ = _decentralized_class(type(inner))
-    updates.averages_buffers = sync_buffer_in_global_avg
     updates.handles = [
-        inner.register_state_dict_pre_hook(_WarnsOfOneRanks()),
-        inner.register_load_state_dict_pre_hook(_RefusesToLoad()),
-        inner.register_load_state_dict_post_hook(_Forgets()),
+        inner.register_state_dict_pre_hook(_warn_of_own_parameters),
+        inner.register_load_state_dict_pre_hook(_refuse_to_load),
+        inner.register_load_state_dict_post_hook(_forget_what_was_sent),
     ]
     return module
 
@@ -220,41 +225,37 @@ def _decentralized_class(kind: type[nn.Module]) -> type[nn.Module]:
     return _classes[kind]
 
 
-class _WarnsOfOneRanks(Installed):
-    """A checkpoint of one rank has that rank's parameters, which nobody else has."""
+def _mixer_of(module: nn.Module) -> Mixer | None:
+    """`None` of a copy: it has these hooks, and is a plain module."""
+    return mixing_of(module).mixer if isinstance(module, DecentralizedModule) else None
 
-    def __init__(self) -> None:
-        self.has_warned = False
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        mixer = mixing_of(module).mixer
-        if mixer.all_equal or mixer.kept or mixer.topology.world_size == 1 or self.has_warned:
-            return
-        self.has_warned = True
-        warnings.warn(
-            "the state_dict of a decentralized module has the parameters of this rank, other ranks have others. For "
-            "the model that was trained take it inside `with model.global_average():`, which every rank enters. This "
-            "is said once.",
-            stacklevel=3,
+def _warn_of_own_parameters(module: nn.Module, *_: Any) -> None:
+    mixer = _mixer_of(module)
+    if mixer is None or mixer.all_equal or mixer.kept or mixer.topology.world_size == 1 or mixer.has_warned:
+        return
+    mixer.has_warned = True
+    warnings.warn(
+        "the state_dict of a decentralized module has the parameters of this rank, other ranks have others. For the "
+        "model that was trained take it inside `with model.global_average():`, which every rank enters. This is said "
+        "once.",
+        stacklevel=3,
+    )
+
+
+def _refuse_to_load(module: nn.Module, *_: Any) -> None:
+    mixer = _mixer_of(module)
+    if mixer is not None and mixer.kept:
+        raise ReductionError(
+            "load_state_dict() while parameters are the average of all ranks, which will be taken back: what is loaded "
+            "would be lost. Load outside of global_average(), or call revert_global_avg() before."
         )
 
 
-class _RefusesToLoad(Installed):
-    """What is loaded over an average that will be taken back would be lost then."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if mixing_of(module).mixer.kept:
-            raise ReductionError(
-                "load_state_dict() while parameters are the average of all ranks, which will be taken back: what is "
-                "loaded would be lost. Load outside of global_average(), or call revert_global_avg() before."
-            )
-
-
-class _Forgets(Installed):
-    """What is on its way is not mixed with what was loaded."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        mixing_of(module).mixer.forget()
+def _forget_what_was_sent(module: nn.Module, *_: Any) -> None:
+    mixer = _mixer_of(module)
+    if mixer is not None:
+        mixer.forget()  # else the next step mixes what was loaded away
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------
@@ -306,8 +307,3 @@ def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> 
     if not given:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
     return optimizer
-
-
-def _said(topology: Topology) -> str:
-    edges = hashlib.sha256(repr(topology.steps).encode()).hexdigest()[:8]
-    return f"{topology.name}, period {topology.period}, edges {edges}"

@@ -1,9 +1,8 @@
-"""A step of a decentralized module: mix, clip, update and send, for each bucket of parameters, in its backward."""
+"""A step of a decentralized module, at the end of each of its synchronised backwards: mix, clip, update, send."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,28 +10,26 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from dp_compile._torch import optim
-from dp_compile.decentralized.mixing import MixedBucket, Mixer
+from dp_compile.decentralized.mixing import Mixer
 from dp_compile.decentralized.topologies import Edge
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ReductionError
-from dp_compile.optim.partial_steps import PartialSteps, check_in_place, clip
 
 CLIPS = ("bucket", "global")
 
 
 class MixingUpdates:
-    """What a backward does with the gradients of each bucket. What ops of a captured graph did not do follows at the
-    end of the backward, in the same order, so that every way a backward goes comes to the same bits.
+    """What follows a backward of a module whose gradients are not reduced (`engine/updates.py`).
 
     Args:
         replica: the module.
         optimizer: over its parameters, of all or of some.
         mixer: of its parameters.
         max_norm: clip gradients; 0: no. `clip_by`: those of each `bucket` by themselves, or all together, `global`.
-        scaler: unscales, leaves steps out, and is updated, all in the backward.
+        scaler: unscales, leaves steps out, and is updated, all at the end of the backward.
         scheduler: steps after each step.
+        averages_buffers: averages over all ranks are of buffers, too.
     """
 
     is_alive = True
@@ -48,27 +45,22 @@ class MixingUpdates:
         clip_by: str,
         scaler: GradScaler | None,
         scheduler: LRScheduler | None,
+        averages_buffers: bool,
     ) -> None:
-        self._replica = weakref.ref(replica)
         self.optimizer, self.mixer, self.scheduler = optimizer, mixer, scheduler
+        self.averages_buffers = averages_buffers
+        self.handles: list[RemovableHandle] = []
+        self._replica = weakref.ref(replica)
         self._max_norm, self._clip_by = max_norm, clip_by
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._whole = self._scaler is not None or (max_norm > 0 and clip_by == "global")
-        self._bucket_of = {index: bucket for bucket in mixer.buckets for index in bucket.indices}
-        self._steps = PartialSteps()
-        self._done: set[int] = set()
-        self._sent = 0
-        """How many buckets have been updated and sent in the step that is under way; they are sent in their order."""
         self._scale: tuple[torch.Tensor, dist.Work, Edge] | None = None
         """The least scale of the edge, on its way."""
         self._broken = ""
-        self.averages_buffers = False
-        self.handles: list[RemovableHandle] = []
         self._before_mixing = getattr(optimizer, "pre_average_hook", None)
         if self._before_mixing is not None:
             for bucket in mixer.buckets:
-                for parameter, arriving in zip(bucket.parameters, bucket.arriving_parameters(), strict=True):
-                    parameter.comm_buffer = arriving  # type: ignore[attr-defined]
+                for parameter, received in zip(bucket.parameters, bucket.views, strict=True):
+                    parameter.comm_buffer = received  # type: ignore[attr-defined]
 
     # --- for the engine
 
@@ -82,63 +74,36 @@ class MixingUpdates:
             )
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
-        if keep_graph:
-            raise ReductionError(
-                "retain_graph=True, but a backward of a decentralized module changes its parameters: it cannot be gone "
-                "through once more. Run all backwards of a forward but the last under no_sync(), or add the losses."
-            )
-        return Wanted() if self._whole else Wanted(tuple(self._bucket_of), mixes=True)
+        return Wanted()  # all of it comes at the end
 
-    def apply(
-        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        replica = self._replica()
-        assert replica is not None
-        check_in_place(replica, indices, parameters)
-        if replica.rehearses:
-            return
-        for index, gradient in zip(indices, gradients, strict=True):
-            replica.parameters[index].grad = gradient
-        self._step(self._bucket_of[indices[0]])
+    def apply(self, *_: object) -> None:
+        raise AssertionError("no backward of a decentralized module is captured")
 
     @torch.no_grad()
     def ended(self) -> None:
+        self.mixer.mix(self._before_mixing)
         try:
-            if self._whole:
-                self._step_whole()
-            for bucket in self.mixer.buckets:
-                if bucket.number not in self._done:
-                    self._step(bucket)
+            self._update()
+            self.mixer.send()
             if self._scaler is not None:
                 self._agree_on_scale(self._scaler)
         except BaseException as error:
-            self.interrupted(error)
+            self._broken = (
+                f"step {self.mixer.step} of a decentralized module failed ({type(error).__name__}) after parameters "
+                "had been mixed: they are partially updated, and other ranks wait for them. Restore a checkpoint on "
+                "all ranks and call decentralize() on a new module."
+            )
             raise
-        if type(self.optimizer).step.__module__.startswith("torch.optim."):
-            self.optimizer.step()  # nothing has a gradient: this is for hooks, and for schedulers that count
-        if self.scheduler is not None:
-            self.scheduler.step()
         self.mixer.step += 1
         self.mixer.all_equal = False
-        self._done.clear()
-        self._sent = 0
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Nothing was updated before the backward's end."""
 
     def left_out(self, error: BaseException) -> None:
         """Nothing follows reductions, of which there are none."""
-
-    def interrupted(self, error: BaseException) -> None:
-        replica = self._replica()
-        if not self._done or replica is None or self._broken:
-            return
-        self._broken = (
-            f"a backward failed ({type(error).__name__}) after {len(self._done)} of {len(self.mixer.buckets)} buckets "
-            f"of parameters had been updated in step {self.mixer.step}: {replica.name_list(self._updated())}. The "
-            "model is of no step now, and other ranks wait for the rest. Load a checkpoint on all ranks and call "
-            "decentralize() anew."
-        )
-
-    def _updated(self) -> list[int]:
-        return [index for number in sorted(self._done) for index in self.mixer.buckets[number].indices]
 
     def released(self) -> None:
         for handle in self.handles:
@@ -146,7 +111,7 @@ class MixingUpdates:
         self.mixer.close()
 
     def record(self) -> None:
-        """What ranks mix is no optimizer's affair."""
+        """No optimizer follows reductions."""
 
     def describe(self) -> str:
         return (
@@ -156,43 +121,26 @@ class MixingUpdates:
 
     # --- a step
 
-    @torch.no_grad()
-    def _step(self, bucket: MixedBucket) -> None:
-        with self._steps.only(self.optimizer, bucket.number, bucket.parameters):
-            self.mixer.mix(bucket, self._before_mixing)
-            if self._max_norm > 0:
-                clip(bucket.parameters, self._max_norm)
-            optim.step_without_hooks(self.optimizer)
-        self._finish(bucket)
-
-    def _finish(self, bucket: MixedBucket) -> None:
-        """Send it, and those behind it that had to wait for it."""
-        self._done.add(bucket.number)
-        while self._sent in self._done:
-            self.mixer.send(self.mixer.buckets[self._sent])
-            self._sent += 1
-
-    def _step_whole(self) -> None:
-        """Mix all buckets, then update all of them, or none if the scaler found what is not finite."""
+    def _update(self) -> None:
+        """Update all parameters, or none if the scaler found a gradient that is not finite."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
         everything = [each for bucket in self.mixer.buckets for each in bucket.parameters]
-        for bucket in self.mixer.buckets:
-            with self._steps.only(self.optimizer, bucket.number, bucket.parameters, keep_gradients=True):
-                self.mixer.mix(bucket, self._before_mixing)
-        with self._steps.only(self.optimizer, "all", everything):
-            if self._scaler is not None:
-                self._scaler.unscale_(self.optimizer)
-            if self._max_norm > 0 and self._clip_by == "global":
-                self.optimizer.total_norm = clip(everything, self._max_norm)  # type: ignore[attr-defined]
-            elif self._max_norm > 0:
-                for bucket in self.mixer.buckets:
-                    clip(bucket.parameters, self._max_norm)
-            if self._scaler is None or not optim.found_inf(self._scaler, self.optimizer):
-                optim.step_without_hooks(self.optimizer)
-        for bucket in self.mixer.buckets:
-            self._finish(bucket)
+        if self._max_norm > 0 and self._clip_by == "global":
+            norm = torch.nn.utils.clip_grad_norm_(everything, self._max_norm)
+            self.optimizer.total_norm = norm  # type: ignore[attr-defined]
+        elif self._max_norm > 0:
+            for bucket in self.mixer.buckets:
+                torch.nn.utils.clip_grad_norm_(bucket.parameters, self._max_norm)
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+        else:
+            self.optimizer.step()
+        for parameter in everything:
+            parameter.grad = None
 
     def _agree_on_scale(self, scaler: GradScaler) -> None:
-        """Take the least scale of the edge: what a rank says arrives a step later, as its parameters do."""
+        """Take the least scale of the edge: what another rank has arrives a step later, as its parameters do."""
         scaler.update()
         if self._scale is not None:
             least, work, edge = self._scale
@@ -201,6 +149,5 @@ class MixingUpdates:
             self._scale = None
         edge = self.mixer.edge_of(self.mixer.step + 1)
         if len(edge.ranks) > 1:
-            device = self.mixer.buckets[0].buffer.device
-            least = torch.tensor([scaler.get_scale()], device=device)
+            least = torch.tensor([scaler.get_scale()], device=self.mixer.buckets[0].buffer.device)
             self._scale = least, self.mixer.start(least, edge, dist.ReduceOp.MIN), edge

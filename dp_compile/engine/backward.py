@@ -615,6 +615,8 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
         return "modules in it have different passes or backends"
     if any(len(replica.history.captures) >= MOST_CAPTURES for replica in replicas):
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
+    if not all(replica.reduces_gradients for replica in replicas):
+        return "no gradient of a module in it is reduced"
     if any(replica.sparse for replica in replicas):
         return "gradients in it are sparse"
     if any(replica.beside_shards for replica in replicas):

@@ -328,7 +328,7 @@ class CompiledBackward:
             for listener in listeners:
                 listener.stage(events.CAPTURED, graph_module.graph)
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
-                shares = memory_of([*_flat(example_inputs)], self._written_together()) if self._updates else ()
+                shares = memory_of([*_flat(example_inputs)], self._written()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
                 told = self._telling(compiled, shares)
             if self._first is not None and not self._first.why_not:
@@ -370,8 +370,7 @@ class CompiledBackward:
         shares: tuple[int, ...] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> Pipeline:
-        mixes = any(each.mixes for replica in self._replicas for each in replica.after.wanted)
-        passes = (*self._passes, PlaceUpdates(shares, at_once=mixes)) if self._updates else self._passes
+        passes = (*self._passes, PlaceUpdates(shares)) if self._updates else self._passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
 
@@ -401,7 +400,7 @@ class CompiledBackward:
         """
 
         def run(*args: Any) -> Any:
-            if self._updates and memory_of([*_flat(args)], self._written_together()) != shares:
+            if self._updates and memory_of([*_flat(args)], self._written()) != shares:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
@@ -417,14 +416,9 @@ class CompiledBackward:
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
 
-    def _written_together(self) -> list[list[nn.Parameter]]:
-        """The parameters that updates write to, each with those that are written to whenever it is."""
-        found: list[list[nn.Parameter]] = []
-        for each in self._updates:
-            parameters = self._replicas[each.replica].parameters
-            mine = [parameters[index] for index in each.indices]
-            found += [[*mine, *(parameters[index] for index in each.beside)]] if each.beside else [[p] for p in mine]
-        return found
+    def _written(self) -> list[nn.Parameter]:
+        """The parameters that updates write to."""
+        return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
 
     def _name(self, place: Place) -> str:
         names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}

@@ -18,7 +18,7 @@ from dp_compile._torch import autograd
 from dp_compile.engine.plan_sync import exchange, table_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
-from dp_compile.plan.flags import FAILED, is_failed, is_mixed, is_moved_by_some, is_stepped, more_elements
+from dp_compile.plan.flags import FAILED, is_failed, is_moved_by_some, is_stepped, more_elements, ranks_disagree
 
 MAX_UNREAD: Final = 2
 
@@ -145,7 +145,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
             raise VoidBackwardError(_who_failed(replica, unread.number))
         if not replica.config.check_reductions:
             return
-        if is_mixed(more):
+        if ranks_disagree(more):
             raise DesyncError(_who_reduced_what(replica, unread.number))
         if unread.stepped or is_stepped(more):
             raise ReductionError(stepped_message(replica, unread.stepped))

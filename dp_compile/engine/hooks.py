@@ -485,11 +485,11 @@ def round_of_inner_backwards(replica: Replica) -> ReductionRound:
 
 
 def refuse_inner_step(replica: Replica) -> None:
-    """Where ranks mix parameters, or each updates a part of them, a step ends with a backward: nobody sees this end."""
-    if (replica.is_mixed or replica.after.parts_to is not None) and replica.sync:
-        what = "decentralized module" if replica.is_mixed else "module with a sharded optimizer"
+    """Where a step, or all of a sharded one, follows the end of a backward: of this one the end is not seen."""
+    if replica.sync and (not replica.reduces_gradients or replica.after.parts_to is not None):
+        what = "sharded optimizer" if replica.reduces_gradients else "step at the end of each backward"
         raise ReductionError(
-            f"the {what} of {replica.names[0]} is reached only by a backward inside another one, as of "
+            f"the module of {replica.names[0]}, with a {what}, is reached only by a backward inside another one, as of "
             "reentrant checkpointing, or by one that C++ started. Use checkpoint(..., use_reentrant=False)."
         )
 

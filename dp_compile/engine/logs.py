@@ -5,7 +5,6 @@
 | WARNING | `backward`          | a backward is not captured                                                       |
 |         |                     | gradients of torch.autograd.grad, which are those of one rank                    |
 |         | `compilation`       | a backward that is compiled late                                                 |
-|         | `decentralized`     | parameters were changed between two steps, of which little or nothing stays      |
 |         | `guards`            | parameters are not compared between ranks, for machines differ                   |
 |         | `dumps`             | graphs are not dumped any more, and why                                          |
 |         | `plan_sync`         | the plan stays although it was to be made anew; the cost of the link stays       |

@@ -96,7 +96,7 @@ def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: To
         raise NotPlain("gradients are added to those of before")
     if None in captured.binding.hooked:
         raise NotPlain("a hook of the user's runs in it")
-    if wanted.updates or any(replica.after.scattered or replica.is_mixed for replica in replicas):
+    if wanted.updates or any(replica.after.scattered for replica in replicas):
         raise NotPlain("an optimizer takes part in it")
     if any(replica.dtensors for replica in replicas):
         raise NotPlain("a DTensor takes part in it")

@@ -223,8 +223,8 @@ class Replica:
 
     # Switches of the next backwards.
     sync: bool = True
-    is_mixed: bool = False
-    """Its gradients are not reduced: each rank's own update its parameters, and these are mixed with other ranks'."""
+    reduces_gradients: bool = True
+    """`False`: what follows a synchronised backward (`after.updates`) takes this rank's own gradients, at its end."""
     rehearses: bool = False
     """Its backwards are there to be compiled only: nothing is updated in them."""
     is_warmed_up: bool = False
@@ -274,13 +274,13 @@ class Replica:
     @property
     def reduces(self) -> bool:
         """Whether its gradients are reduced in the next backward."""
-        return self.sync and not self.is_mixed
+        return self.sync and self.reduces_gradients
 
     @property
     def mode(self) -> str:
         """What reduces, for people."""
-        if self.is_mixed:
-            return "decentralized"
+        if not self.reduces_gradients:
+            return "no reductions"
         return "python hooks" if self.called_hook is None else f"python hooks, comm hook {self.called_hook.name}"
 
     @property

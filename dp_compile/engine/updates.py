@@ -26,7 +26,6 @@ class Wanted:
         whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
         crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
         parts: it gets this rank's part of each bucket, and all of them in every backward.
-        mixes: an update of some parameters of a bucket writes to all of it, as soon as it may.
         obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
     """
 
@@ -34,7 +33,6 @@ class Wanted:
     whole: bool = False
     crosses: bool = False
     parts: bool = False
-    mixes: bool = False
     obstacle: str = ""
 
 
@@ -86,7 +84,7 @@ class Updates(RunsUpdates, Protocol):
         """For people: what becomes of parameters, and what that spares."""
 
     def record(self) -> OptimizerRecord | None:
-        """The same of an optimizer as data; `None` where ranks mix parameters."""
+        """The same of an optimizer as data; `None` where none follows reductions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ class InBackward:
 
     `replica`, `optimizer`, `bucket`: by position; `bucket` is the last one that holds a gradient of `indices`.
     `hands_over`: it only hands gradients over, and writes to no parameter: this rank's backward does not have them all.
-    `beside`: parameters without a gradient in this backward that it writes to as well.
     """
 
     replica: int
@@ -103,7 +100,6 @@ class InBackward:
     bucket: int
     indices: tuple[int, ...]
     hands_over: bool = False
-    beside: tuple[int, ...] = ()
 
 
 def begin(replica: Replica) -> None:
@@ -179,8 +175,7 @@ def updates_of(
                 left.append(f"all parameters: {reason}")
                 continue
             for bucket, indices in _by_bucket(here, bucket_of, whole=wanted.whole).items():
-                beside = tuple(index for index in missing if bucket_of[index] == bucket) if wanted.mixes else ()
-                found.append(InBackward(ordinal, number, bucket, tuple(indices), beside=beside))
+                found.append(InBackward(ordinal, number, bucket, tuple(indices)))
     return tuple(found), tuple(left)
 
 
@@ -193,12 +188,11 @@ def _by_bucket(indices: Sequence[int], bucket_of: Mapping[int, int], *, whole: b
     return found
 
 
-def memory_of(tensors: Sequence[object], written: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
-    """For each tensor the first of these groups of parameters in whose memory it lies; else -1."""
+def memory_of(tensors: Sequence[object], written: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the first of these parameters in whose memory it lies; else -1."""
     numbers: dict[int, int] = {}
-    for number, parameters in enumerate(written):
-        for parameter in parameters:
-            numbers.setdefault(_key(parameter), number)
+    for number, parameter in enumerate(written):
+        numbers.setdefault(_key(parameter), number)
     return tuple(numbers.get(_key(each), -1) if isinstance(each, torch.Tensor) else -1 for each in tensors)
 
 

@@ -12,7 +12,6 @@ from dp_compile.errors import ConfigError
 from dp_compile.insight.predict import DTYPES, replanned, sent_in
 from dp_compile.insight.step import (
     BYTES,
-    DECENTRALIZED,
     NOMINAL,
     MeasuredBucket,
     PlannedBucket,
@@ -104,10 +103,8 @@ def explanation_of(step: Step) -> Explanation:
     """Explain a step.
 
     Raises:
-        ConfigError: the measured buckets are not those of the plan, or no gradient is reduced.
+        ConfigError: the measured buckets are not those of the plan.
     """
-    if step.mode == DECENTRALIZED:
-        raise ConfigError("this step averages parameters with neighbours and reduces no gradient: nothing to explain.")
     if step.measured is not None and len(step.measured.buckets) not in (0, len(step.plan.buckets)):
         raise ConfigError(
             f"the plan has {len(step.plan.buckets)} buckets, {len(step.measured.buckets)} were measured. Measure under "

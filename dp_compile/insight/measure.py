@@ -72,13 +72,11 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     or reduced by eager hooks. If none was, a warning says why, and `step_of(module).measured` stays as it was.
 
     Raises:
-        ModuleError: the module is not replicated, is decentralized, or is being measured already.
+        ModuleError: the module is not replicated, reduces no gradient, or is being measured already.
     """
     replica, measurement = replica_of(module), Measurement()
-    if replica.is_mixed:
-        raise ModuleError(
-            "measure() times reductions of gradients; a decentralized module has none. Use torch.profiler."
-        )
+    if not replica.reduces_gradients:
+        raise ModuleError("measure() times reductions; no gradient of this module is reduced. Use torch.profiler.")
     if any(isinstance(each, _Recording) for each in replica.observers):
         raise ModuleError("this module is being measured already. Leave the other measure() block first.")
     recording = _Recording(replica)

@@ -44,7 +44,7 @@ def report(module: nn.Module) -> Report:
         measured=_measured(replica),
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
-        mixing="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
+        updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
         memory=_kept_memory(replica),
     )
 
@@ -56,7 +56,9 @@ def step_of(module: nn.Module) -> Step:
         ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     replica = replica_of(module)
-    if not (replica.history.backwards if replica.is_mixed else replica.history.synced_backwards):
+    if not replica.reduces_gradients:
+        raise ModuleError("no gradient of this module is reduced: there is nothing to explain.")
+    if not replica.history.synced_backwards:
         raise ModuleError(
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.record import SHARDED
 from dp_compile.errors import ConfigError
-from dp_compile.insight.step import BYTES, DECENTRALIZED, Step, format_ms
+from dp_compile.insight.step import BYTES, Step, format_ms
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_tree, with_levels
 from dp_compile.plan.crossing import plan_crossing, why_not_left
@@ -76,8 +76,6 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
         raise ConfigError(f"ranks must be an integer >= 1, got {ranks!r}.")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    if step.mode == DECENTRALIZED:
-        raise ConfigError("this step averages parameters with neighbours and reduces no gradient: nothing to predict.")
     cost, source = _cost_on(step, ranks, link)
     timed = "measured" if step.measured is not None and step.ready.basis != MEASURED else step.ready.basis
     backward = f"backward: {timed}" if step.is_timed else "the backward as long as the step's communication, assumed"

@@ -16,8 +16,8 @@ class Report:
 
     `promise`: what the plan was predicted to reach, if it was made from a cost. `measured`: how long the backward took,
     if it was timed, as `explain` says too. `divided_by`: the `gradient_divide_factor`; `None`: the number of ranks, or
-    as a comm hook does. `why_not_captured`: why the comm hook is called with each bucket, if it is. `mixing`: what
-    optimizers do in the backward and what that spares, or with whom a decentralized module mixes its parameters.
+    as a comm hook does. `why_not_captured`: why the comm hook is called with each bucket, if it is. `updates`: what
+    follows a backward on each rank, as an optimizer that updates in it, and what that spares.
     `memory`: what stays allocated for buckets between backwards.
     """
 
@@ -29,7 +29,7 @@ class Report:
     promise: str = ""
     divided_by: float | None = None
     why_not_captured: str = ""
-    mixing: str = ""
+    updates: str = ""
     measured: str = ""
     memory: str = ""
 
@@ -41,7 +41,7 @@ class Report:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
         lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
-        lines += [text for text in (self.mixing, self.why_not_captured, self.measured, self.promise) if text]
+        lines += [text for text in (self.updates, self.why_not_captured, self.measured, self.promise) if text]
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record.text(verbose=verbose)}")

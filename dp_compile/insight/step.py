@@ -30,8 +30,6 @@ NOMINAL: Final = "nominal"
 """How a cost's source begins if the link was not measured."""
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 """Of an element of a parameter, by its dtype."""
-DECENTRALIZED: Final = "decentralized"
-"""The mode of a step in which ranks average parameters with few neighbours; no gradient is reduced."""
 
 
 def format_ms(seconds: float) -> str:

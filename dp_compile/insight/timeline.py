@@ -13,9 +13,7 @@ from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.events import GATHER
-from dp_compile.errors import ConfigError
 from dp_compile.insight.step import (
-    DECENTRALIZED,
     MeasuredStep,
     Step,
     format_ms,
@@ -52,13 +50,7 @@ class Event(NamedTuple):
 
 
 def events_of(step: Step) -> list[Event]:
-    """The planned view, and the measured one if the step was measured.
-
-    Raises:
-        ConfigError: no gradient is reduced.
-    """
-    if step.mode == DECENTRALIZED:
-        raise ConfigError("this step averages parameters with neighbours: nothing plans when they travel.")
+    """The planned view, and the measured one if the step was measured."""
     events = list(_planned(step))
     return events if step.measured is None else [*events, *_measured(step, step.measured)]
 

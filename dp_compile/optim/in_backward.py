@@ -67,8 +67,8 @@ def in_backward(
         ModuleError: `model` is not replicated, or waits for its first forward.
     """
     replica = replica_of(model)
-    if replica.is_mixed:
-        raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
+    if not replica.reduces_gradients:
+        raise ConfigError("no gradient of this module is reduced: an optimizer steps in its backward already.")
     refuse_dtensors(model, "in_backward()")
     _check(optimizer, max_norm, scaler)
     _check_ways(overlap_forward, shard, "max_norm" if max_norm is not None else "scaler" if scaler is not None else "")

@@ -23,8 +23,6 @@ from torch.fx.node import has_side_effect
 
 from dp_compile._torch import autograd
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.fx import edit
-from dp_compile.fx.collectives import is_collective
 from dp_compile.passes.memory import running
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan
@@ -134,30 +132,20 @@ class PlaceUpdates:
 
     Args:
         shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
-            Parameters that are written to together have one number.
-        at_once: in a graph that launches nothing, put each update right after what it needs; else all stand at the
-            end, in the order of buckets.
     """
 
     shares: tuple[int, ...]
-    at_once: bool = False
     name: ClassVar[str] = "place-updates"
     realises_plan: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        placed: list[fx.Node] = []
-        for node, wanted in updates_in(graph, UPDATE_LATER).items():
+        later = updates_in(graph, UPDATE_LATER)
+        for node, wanted in later.items():
             with graph.inserting_before(node):
                 update = graph.call_function(UPDATE, (self._written(graph, wanted), *node.args[1:]))
             update.meta["val"] = None
-            placed.append(update)
             graph.erase_node(node)
-        if self.at_once and not any(map(is_collective, graph.nodes)):
-            needs, wish = edit.dependencies(graph), dict[fx.Node, float](edit.positions(graph))
-            for update in placed:
-                wish[update] = max(wish[node] for node in needs[update]) + 0.5
-            edit.reorder(graph, edit.stable_order(graph, wish.__getitem__))
-        return PassResult(changed=bool(placed))
+        return PassResult(changed=bool(later))
 
     def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
         """The parameters, then the other inputs that lie in their memory.

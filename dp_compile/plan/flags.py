@@ -42,7 +42,7 @@ def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
     return [*map(float, bits), *(1.0 - bit for bit in bits), float(stepped), float(moved), 1.0 - moved]
 
 
-def is_mixed(more: Sequence[float]) -> bool:
+def ranks_disagree(more: Sequence[float]) -> bool:
     """Whether some ranks reduced another module than others, from the reduced elements."""
     return any(more[place] and more[NUMBER_BITS + place] for place in range(NUMBER_BITS))
 

@@ -77,7 +77,7 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
     with telling_the_others(replica, "set_gradient_divide_factor()"):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ConfigError(f"gradient_divide_factor must be a finite number > 0, got {factor!r}.")
-        refuse_mixed(replica, name)
+        refuse_without_reductions(replica, name)
         if replica.comm_hook is not None:
             hook = replica.comm_hook.name
             raise ModuleError(f"{name} has comm hook {hook}, which says what gradients are divided by.")
@@ -91,7 +91,7 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
 def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
     """See `ReplicatedModule.register_comm_hook`. `name`: of the module's class."""
     with telling_the_others(replica, "register_comm_hook()"):
-        refuse_mixed(replica, name)
+        refuse_without_reductions(replica, name)
         refuse_parts(replica, "a comm hook")
         if replica.comm_hook is not None:
             raise ModuleError(f"{name} has a comm hook already, {replica.comm_hook.name}. Register one, once.")
@@ -161,14 +161,14 @@ def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
         agree(table, meeting(replica, call), {"state of the comm hook": said}, call=call)
 
 
-def refuse_mixed(replica: Replica, name: str) -> None:
+def refuse_without_reductions(replica: Replica, name: str) -> None:
     """Refuse a module whose gradients are not reduced at all.
 
     Raises:
-        ModuleError: it is decentralized.
+        ModuleError: they are not.
     """
-    if replica.is_mixed:
-        raise ModuleError(f"{name} is decentralized: no gradient of it is reduced, nothing can be said on how.")
+    if not replica.reduces_gradients:
+        raise ModuleError(f"no gradient of {name} is reduced: how they are averaged has no meaning.")
 
 
 def refuse_parts(replica: Replica, what: str) -> None:

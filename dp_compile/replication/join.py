@@ -33,7 +33,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.replication.gradient_averaging import refuse_mixed, refuse_parts
+from dp_compile.replication.gradient_averaging import refuse_parts, refuse_without_reductions
 from dp_compile.replication.module import behind, parts_of, replica_of
 
 MOST_MODULES: Final = 16
@@ -102,7 +102,7 @@ class ReplicaJoinable(Joinable):
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
-        refuse_mixed(replica, f"the module of {replica.names[0]}")
+        refuse_without_reductions(replica, f"the module of {replica.names[0]}")
         self.replica = replica
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -693,8 +693,7 @@ def decentralized(place: Place) -> Difference:
     place.exits.callback(_unreplicated, ours)
     run = torch.compile(ours, backend=place.compiler)
     for number in range(STEPS):
-        with place.is_eager():
-            loss_of(run(place.batch(number))).backward()
+        loss_of(run(place.batch(number))).backward()
         loss_of(theirs(place.batch(number))).backward()
         with torch.no_grad():
             for parameter in theirs.parameters():
@@ -702,7 +701,6 @@ def decentralized(place: Place) -> Difference:
                 parameter /= dist.get_world_size()
                 dist.all_reduce(parameter)
                 parameter.add_(gradient, alpha=-0.1)
-    check_way(place, ours, STEPS)
     return compared(named(ours.named_parameters()), named(theirs.named_parameters()), place.tolerance)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import dp_compile
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import extrapolated, predict, replanned
-from dp_compile.insight.step import DECENTRALIZED, Step
+from dp_compile.insight.step import Step
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
@@ -189,5 +189,3 @@ def test_refuses_steps_that_say_nothing() -> None:
     assert predict(alone, ranks=2, link="loopback").communication_s > 0
     with pytest.raises(dp_compile.ConfigError, match="from_ranks must be >= 2"):
         extrapolated(STEP.cost, from_ranks=1, to_ranks=2)
-    with pytest.raises(dp_compile.ConfigError, match="averages parameters with neighbours"):
-        predict(dataclasses.replace(STEP, mode=DECENTRALIZED))

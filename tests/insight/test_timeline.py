@@ -9,14 +9,12 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import pytest
 from expecttest import assert_expected_inline
 from graphs import bucket_key
 from steps import LAYOUT, gradient, measured_like, step_of_buckets, two_level_step
 
 from dp_compile.cli.main import main
-from dp_compile.errors import ConfigError
-from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, MeasuredStep, Step
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
 from dp_compile.insight.timeline import EXPOSED, NETWORK, events_of, timeline_page, timeline_picture, timeline_trace
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import BucketPlan
@@ -91,11 +89,6 @@ def test_two_links_have_a_lane_each() -> None:
     assert NETWORK not in lanes
     for number in (0, 1):
         assert len([event for event in events_of(step) if event.bucket == number]) >= 3
-
-
-def test_a_decentralized_step_has_no_timeline() -> None:
-    with pytest.raises(ConfigError, match="averages parameters with neighbours"):
-        events_of(dataclasses.replace(STEP, mode=DECENTRALIZED))
 
 
 # --- a trace --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from graphs import Grad, plan_for, trace
 from torch import fx
 
 from dp_compile._torch import inductor
-from dp_compile.fx import edit
 from dp_compile.passes.memory import Running
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
 
@@ -24,44 +23,24 @@ PLAN = plan_for(GRADS, cap=1)
 """A bucket for each."""
 
 
-def backward(x: torch.Tensor, alias: torch.Tensor, *parameters: torch.Tensor, reduces: bool = True) -> torch.Tensor:
-    """`alias` is read last of all. Each gradient needs the one before."""
+def backward(x: torch.Tensor, alias: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
     gradient, reduced = x, []
     for grad, parameter in zip(GRADS, parameters, strict=True):
         gradient = gradient @ parameter
-        reduced.append(grad.reduce(gradient) if reduces else gradient)
+        reduced.append(grad.reduce(gradient))
     result = gradient @ alias.t()
     for index, parameter in enumerate(parameters):
         UPDATE_LATER([parameter], [reduced[index]], [index], 0, 0, index)
     return result
 
 
-def placed_at_once(shares: Sequence[int]) -> fx.Graph:
-    """As where ranks mix parameters: nothing is launched, and gradients are this rank's own."""
-    values = [torch.randn(SIDE, SIDE) for _ in range(6)]
-    graph = trace(lambda *each: backward(*each, reduces=False), *values).graph
-    PlaceUpdates(tuple(shares), at_once=True)(graph, [PLAN])
-    return graph
-
-
-def updates_of(graph: fx.Graph) -> dict[int, int]:
-    """Where the update of each parameter stands."""
-    where = edit.positions(graph)
-    return {read_update(node).indices[0]: where[node] for node in graph.find_nodes(op="call_function", target=UPDATE)}
-
-
-def last_read(graph: fx.Graph) -> int:
-    """Where the result is computed, from `alias`."""
-    (result,) = graph.output_node().all_input_nodes
-    return edit.positions(graph)[result]
-
-
-def test_at_once_each_comes_behind_what_reads_its_memory() -> None:
-    updates = updates_of(graph := placed_at_once((-1, -1, 0, 1, 2, 3)))
-    products = [edit.positions(graph)[node] for node in graph.nodes if "mm" in str(node.target)]
-    assert [sum(place < updates[index] for place in products) for index in range(4)] == [1, 2, 3, 4]
-    updates = updates_of(graph := placed_at_once((-1, 0, 0, 1, 2, 3)))
-    assert updates[0] > last_read(graph) > updates[1]
+def test_what_lies_in_the_memory_of_a_parameter_is_written_too() -> None:
+    graph = trace(backward, *(torch.randn(SIDE, SIDE) for _ in range(6))).graph
+    PlaceUpdates((-1, 0, 0, 1, 2, 3))(graph, [PLAN])
+    _, alias, *parameters = graph.find_nodes(op="placeholder")
+    updates = graph.find_nodes(op="call_function", target=UPDATE)
+    written = {read_update(each).indices[0]: each.args[0] for each in updates}
+    assert written == {0: [parameters[0], alias]} | {index: [parameters[index]] for index in (1, 2, 3)}
 
 
 @dataclass
