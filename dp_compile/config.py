@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -30,27 +30,43 @@ DEFAULT_CAP_MB: Final = 25.0
 """Of torch's DDP."""
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-SWITCHES: Final = (
-    "ddp_python_hook",
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-    "broadcast_buffers",
-    "init_sync_buffers",
-    "check_reductions",
-    "check_nan",
-)
-MAY_BE_NONE: Final = ("ddp_python_hook", "gradient_as_bucket_view", "init_sync_buffers")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+_SWITCH: Final = (lambda value: isinstance(value, bool), "True or False")
+_SWITCH_OR_NONE: Final = (lambda value: value is None or isinstance(value, bool), "True, False or None")
+
+_ALLOWED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "ddp_python_hook": _SWITCH_OR_NONE,
+    "bucket_cap_mb": (lambda cap: cap is None or _is_positive(cap), "> 0 (math.inf: one bucket per key)"),
+    "cost": (lambda cost: cost is None or isinstance(cost, AllReduceCost), "an AllReduceCost, as calibrate().cost"),
+    "gradient_divide_factor": (
+        lambda factor: factor is None or (_is_positive(factor) and math.isfinite(factor)),
+        "finite and > 0 (gradients are divided by it)",
+    ),
+    "mp_policy": (
+        lambda policy: policy is None or distributed.is_mixed_precision_policy(policy),
+        "a torch.distributed.fsdp.MixedPrecisionPolicy (for another one in a part call replicate() on that part first)",
+    ),
+    "replan_after": (
+        lambda steps: steps is None or (type(steps) is int and steps > 0),
+        "a number of backwards >= 1, or None",
+    ),
+    **dict.fromkeys(("find_unused_parameters", "static_graph", "broadcast_buffers"), _SWITCH),
+    **dict.fromkeys(("gradient_as_bucket_view", "init_sync_buffers"), _SWITCH_OR_NONE),
+    **dict.fromkeys(("check_reductions", "check_nan"), _SWITCH),
+    "backend": (BACKENDS.__contains__, f"one of {', '.join(BACKENDS)}"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateConfig:
     """How a module is replicated. The same on every rank: ranks compare it at the start.
-
-    Sizes in `*_mb` are MiB.
 
     Args:
         ddp_python_hook: `bool | None`, default `None`. `True`: hooks, which a captured backward replaces by reductions.
@@ -119,41 +135,10 @@ class ReplicateConfig:
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb is not None:
-            _check_positive("bucket_cap_mb", self.bucket_cap_mb, "Use math.inf for one bucket per key.")
-        for name in SWITCHES:
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
-                raise ConfigError(f"{name} must be True or False, got {value!r}.")
-        self._check_policy()
-        factor = self.gradient_divide_factor
-        if factor is not None:
-            _check_positive("gradient_divide_factor", factor, "Gradients are divided by it.")
-            if math.isinf(factor):
-                raise ConfigError(
-                    f"gradient_divide_factor must be finite, got {factor!r}. Gradients are divided by it."
-                )
-        if self.cost is not None and not isinstance(self.cost, AllReduceCost):
-            raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
-        if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
-            raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
-
-    @property
-    def copies_buffers_at_start(self) -> bool:
-        """Whether all ranks start with the buffers of the first."""
-        return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
-
-    def _check_policy(self) -> None:
+        for name, (is_allowed, allowed) in _ALLOWED.items():
+            _require(is_allowed(getattr(self, name)), name, allowed, getattr(self, name))
         if self.mp_policy is None:
             return
-        if not distributed.is_mixed_precision_policy(self.mp_policy):
-            raise ConfigError(
-                "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got "
-                f"{type(self.mp_policy).__name__}. For another policy in a part of the module call replicate() on that "
-                "part first."
-            )
         if distributed.is_by_parameter(self.mp_policy):
             raise ConfigError(
                 "mp_policy has a param_dtype_override_fn, by which FSDP2 casts each parameter to another dtype. Call "
@@ -161,9 +146,13 @@ class ReplicateConfig:
             )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self.mp_policy, name)
-            if dtype is not None and dtype not in FLOATING:
-                allowed = ", ".join(map(str, FLOATING))
-                raise ConfigError(f"{name} of mp_policy must be one of {allowed}, or None, got {dtype!r}.")
+            allowed = f"one of {', '.join(map(str, FLOATING))}, or None"
+            _require(dtype is None or dtype in FLOATING, f"{name} of mp_policy", allowed, dtype)
+
+    @property
+    def copies_buffers_at_start(self) -> bool:
+        """Whether all ranks start with the buffers of the first."""
+        return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
 
     @property
     def casts(self) -> bool:
@@ -186,13 +175,9 @@ class ReplicateConfig:
         Raises:
             ConfigError: options of different rules are given.
         """
-        given = {
-            "bucket_cap_mb": ("fixed", self.bucket_cap_mb is not None),
-            "bucket_policy": ("per_module", has_policy),
-            "cost": ("optimal", self.cost is not None),
-            "replan_after": ("optimal", self.replan_after is not None),
-        }
-        asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
+        asked = {"bucket_cap_mb": "fixed"} if self.bucket_cap_mb is not None else {}
+        asked |= {"bucket_policy": "per_module"} if has_policy else {}
+        asked |= {name: "optimal" for name in ("cost", "replan_after") if getattr(self, name) is not None}
         if len(set(asked.values())) > 1:
             raise ConfigError(
                 f"{' and '.join(asked)} exclude each other: buckets end at a size (bucket_cap_mb), with modules "
@@ -200,27 +185,34 @@ class ReplicateConfig:
             )
         return next(iter(asked.values()), "optimal")
 
-    def uses_python_hook(self, environ: Mapping[str, str] | None = None) -> bool:
-        """The value of `ddp_python_hook` after the environment variable was asked.
+    def uses_python_hook(self) -> bool:
+        """The value of `ddp_python_hook`, or of its environment variable.
 
         Raises:
             ConfigError: the variable holds something that is neither yes nor no.
         """
         if self.ddp_python_hook is not None:
             return self.ddp_python_hook
-        text = (os.environ if environ is None else environ).get(HOOK_VARIABLE, "1").strip().lower()
-        if text not in _TRUE | _FALSE:
-            allowed = ", ".join(sorted(_TRUE | _FALSE))
-            raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
+        text = _variable(HOOK_VARIABLE) or "1"
+        _require(text in _TRUE | _FALSE, HOOK_VARIABLE, f"one of {', '.join(sorted(_TRUE | _FALSE))}", text)
         return text in _TRUE
 
 
-def dump_directory(environ: Mapping[str, str] | None = None) -> str | None:
+def _require(condition: bool, name: str, allowed: str, value: object) -> None:
+    if not condition:
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}.")
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip().lower()
+
+
+def dump_directory() -> str | None:
     """Where to write what becomes of each captured backward; the environment variable says, `None`: nowhere."""
-    return (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
+    return os.environ.get(DUMP_VARIABLE) or None
 
 
-def check_parameters_every(environ: Mapping[str, str] | None = None) -> int | None:
+def check_parameters_every() -> int | None:
     """After how many synchronised backwards ranks compare their parameters; 0: never.
 
     For debugging: the environment variable says. `None`: as often as it costs 0.1 % of the time.
@@ -228,38 +220,29 @@ def check_parameters_every(environ: Mapping[str, str] | None = None) -> int | No
     Raises:
         ConfigError: the variable holds something else than a number of backwards.
     """
-    text = (os.environ if environ is None else environ).get(CHECK_VARIABLE, "").strip()
-    if text and not text.isdecimal():
-        raise ConfigError(f"environment variable {CHECK_VARIABLE} must be a number of backwards >= 0, got {text!r}.")
+    text = _variable(CHECK_VARIABLE)
+    _require(not text or text.isdecimal(), CHECK_VARIABLE, "a number of backwards >= 0", text)
     return int(text) if text else None
 
 
-def monitor_after_s(environ: Mapping[str, str] | None = None) -> float | None:
-    """After how many seconds in one backward a rank asks the others how far they are and logs whom it waits for.
+def monitor_after_s() -> float | None:
+    """After how many seconds in one backward a rank asks the others how far they are and logs which it waits for.
 
     Compilation is not counted; again each time the wait has doubled. The environment variable says, by default 30.
-    `None`, as `0` and `off` mean: no monitor, and errors say only what this rank knows.
+    `None`, as `0` and `off` mean: no monitor, and errors have only what this rank knows.
 
     Raises:
         ConfigError: the variable holds no number of seconds.
     """
-    text = (os.environ if environ is None else environ).get(MONITOR_VARIABLE, "").strip().lower() or "30"
+    text = _variable(MONITOR_VARIABLE) or "30"
     try:
         seconds = 0.0 if text in _FALSE else float(text)
     except ValueError:
         seconds = math.nan
-    if not seconds >= 0:
-        raise ConfigError(f"environment variable {MONITOR_VARIABLE} must be seconds >= 0 or off, got {text!r}.")
+    _require(seconds >= 0, MONITOR_VARIABLE, "seconds >= 0 or off", text)
     return seconds or None
 
 
 def has_address(value: object) -> bool:
-    """Whether the repr of a value says where it lies in memory, which is another place on each rank."""
+    """Whether the repr of a value has a memory address, which differs between ranks."""
     return re.search(r" at 0x[0-9a-f]+", repr(value)) is not None
-
-
-def _check_positive(name: str, value: object, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
-    if math.isnan(value) or value <= 0:
-        raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")

@@ -22,7 +22,7 @@ def uncoalesced(every: int = 1) -> contextlib.AbstractContextManager[None]:
     """Here every so many gradients keep their own memory, as with NCCL those of convolutions: buckets are grouped."""
 
     def plan(gradients: Any, cost: Any, times: Any, layout: Any, **options: Any) -> Planned:
-        layout = replace(layout, apart=frozenset(gradient.name for gradient in gradients[::every]))
+        layout = replace(layout, uncoalesced=frozenset(gradient.name for gradient in gradients[::every]))
         return plan_optimal(gradients, cost, times, layout, **options)
 
     return _planner(plan)

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -55,9 +55,9 @@ def calibrate(
 ) -> CostFit:
     """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
 
-    The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost. Keep
-    it: `CostFit.to_json`, `CostFit.from_json`. Plan with it: `ReplicateConfig(cost=calibrate().cost)`. `explain`,
-    `report` and step files take it from then on for modules of this group whose config has none.
+    The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost.
+    Plan with it: `ReplicateConfig(cost=calibrate().cost)`. `explain`, `report` and step files take it from then on for
+    modules of this group whose config has none.
 
     On two levels of network the cost says also what an all-reduce takes between nodes, and inside a node what the
     stages there take; `CostFit.residual` is that of the worst fit.
@@ -95,7 +95,7 @@ def calibrate(
     whole, *two = (found.cost for found in fits)
     cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
     _known.setdefault(group, {})[device.type] = cost
-    return replace(fits[0], cost=cost, residual=max(found.residual for found in fits))
+    return CostFit(cost, residual=max(found.residual for found in fits))
 
 
 def calibrated(group: dist.ProcessGroup, device: torch.device, *, with_levels: bool) -> AllReduceCost | None:

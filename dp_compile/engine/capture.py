@@ -28,7 +28,7 @@ from dp_compile.engine.updates import Wanted
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.ready_times import ASSUMED, ModelCollective, estimated_times
+from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ModelCollective, ReadyTimes
 
 logger = logging.getLogger("dp_compile.capture")
 
@@ -100,7 +100,7 @@ class CapturedBackward:
         shares: dict[Replica, dict[int, float]] = {}
         for (ordinal, index), share in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = share
-        times = {replica: estimated_times(found, collectives) for replica, found in shares.items()}
+        times = {replica: ReadyTimes(found, None, ESTIMATED, collectives) for replica, found in shares.items()}
         settle(synced, times)
         for replica in assumed:
             if replica.ready.basis == ASSUMED and replica in times:  # its plan needs none; they tell people more

@@ -9,11 +9,10 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a backend can do with tensors on one type of device.
+    """What a backend can do with tensors on one type of device. The defaults are what any backend of torch can do.
 
     A backend written in Python states it itself, by an attribute `dp_compile_backend` of its process group with such a
-    value; those of torch are known by their class (`_torch.distributed.backend_of`). The defaults are what any
-    backend of torch can do.
+    value; those of torch are known by their class (`_torch.distributed.backend_of`).
 
     Args:
         name: for messages and records.
@@ -43,18 +42,13 @@ class Backend:
     inside: str = "loopback"
     between: str = "loopback"
 
-    @property
-    def has_nodes(self) -> bool:
-        """Whether the ranks of a node have another link than nodes have."""
-        return self.inside != self.between
-
     def __str__(self) -> str:
         return self.name
 
 
+# Two lanes: the threads of a group (`ProcessGroupGloo::Options::threads`). Its reduce-scatter sends as much as an
+# all-reduce (both with torch 2.13, the bytes measured).
 GLOO: Final = Backend("gloo", lanes=2, equal_bits=True)
-"""Two lanes: the threads of a group (`ProcessGroupGloo::Options::threads`, torch 2.13). Its reduce-scatter sends as
-much as an all-reduce (measured with torch 2.13)."""
 
 NCCL: Final = Backend(
     "nccl",
@@ -70,9 +64,9 @@ NCCL: Final = Backend(
 )
 """torch's `ProcessGroupNCCL`, which torch 2.14 and later call `nccl-legacy`."""
 
+# `nccl2` in torch 2.14, `nccl` in 2.15. Its `allreduce_coalesced` launches one collective for each tensor where no
+# coalescing window is open (`ProcessGroupNCCL.cpp`, read at 02327c9).
 NCCL2: Final = replace(NCCL, name="nccl2", coalesces_in_place=False)
-"""torch's `ProcessGroupNCCL2`: `nccl2` in torch 2.14, `nccl` in 2.15. Its `allreduce_coalesced` launches one
-collective for each tensor where no coalescing window is open (`ProcessGroupNCCL.cpp`, read at 02327c9)."""
 
 FAKE: Final = Backend("fake", simulated=True)
 """torch's `FakeProcessGroup`, which reduces nothing."""
@@ -94,4 +88,4 @@ CLASSES: Final[Mapping[str, Backend]] = {
     "FakeProcessGroup": FAKE,
     "ProcessGroupXCCL": XCCL,
 }
-"""torch's own backends, by the names of their classes."""
+"""torch's backends, by the names of their classes."""

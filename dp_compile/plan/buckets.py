@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -23,7 +23,10 @@ from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
 PLAN_VERSION = 3
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
-"""The one member of a plan that is not a gradient: which parameters each rank did not use."""
+"""The one member of a plan that is not a gradient: status bits of each rank (`plan/flags.py`)."""
+
+Partition = tuple[tuple[int, ...], ...]
+"""Positions of gradients, bucket by bucket in launch order, ascending in each."""
 
 
 class BucketKey(NamedTuple):
@@ -36,14 +39,6 @@ class BucketKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype} {self.device} {self.reduction}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, without names of groups."""
-        return self._asdict() | {"reduction": self.reduction.without_groups().to_dict()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> BucketKey:
-        return BucketKey(Reduction.from_dict(data["reduction"]), data["dtype"], data["device"])
-
 
 @dataclass(frozen=True)
 class GradientSpec:
@@ -51,7 +46,7 @@ class GradientSpec:
 
     `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
     bucket keeps the parameter's memory order), `itemsize` the bytes of an element in a bucket, on the wire. `sent`: how
-    many bytes of it a comm hook hands out in each of its rounds; empty: all of it, or nobody knows.
+    many bytes of it a comm hook sends in each of its rounds; empty: all of it, or unknown.
     """
 
     index: int
@@ -109,7 +104,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced by one collective: a flat memory with some of them, and the others apart."""
+    """Gradients that are reduced by one collective: those in its flat memory, and the uncoalesced ones."""
 
     key: BucketKey
     members: tuple[Member, ...]
@@ -133,9 +128,9 @@ class Bucket:
 
     @cached_property
     def tensor_numels(self) -> tuple[int, ...]:
-        """Elements of each tensor that the collective carries: the flat memory, if any, then what is apart."""
-        apart = tuple(self._evenly(member.numel) for member in self.members if member.offset is None)
-        return apart if len(apart) == len(self.members) else (self.numel, *apart)
+        """Elements of each tensor that the collective carries: the flat memory, if any, then uncoalesced members."""
+        alone = tuple(self._evenly(member.numel) for member in self.members if member.offset is None)
+        return alone if len(alone) == len(self.members) else (self.numel, *alone)
 
     def _evenly(self, numel: int) -> int:
         multiple_of = self.key.reduction.multiple_of
@@ -144,9 +139,9 @@ class Bucket:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Where each member lies among `tensor_numels`, in the order of the members."""
-        apart = itertools.count(len(self.tensor_numels) - sum(member.offset is None for member in self.members))
+        alone = itertools.count(len(self.tensor_numels) - sum(member.offset is None for member in self.members))
         return tuple(
-            Place(next(apart), 0) if member.offset is None else Place(0, member.offset) for member in self.members
+            Place(next(alone), 0) if member.offset is None else Place(0, member.offset) for member in self.members
         )
 
     @cached_property
@@ -157,13 +152,27 @@ class Bucket:
             members[place.tensor].append(number)
         return tuple(map(tuple, members))
 
+    def __str__(self) -> str:
+        names = [member.label for member in self.members]
+        gradients = [name for name in names if name != UNUSED_FLAGS]
+        span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
+        flags = " + flags" if gradients and len(gradients) < len(names) else ""
+        alone = sum(member.offset is None for member in self.members)
+        notes = [self.reason]
+        notes += [f"{alone} of {len(names)} in memory of their own"] if alone else []
+        notes += [f"{format_bytes(self.padding_nbytes)} padding"] if self.padding_nbytes else []
+        return (
+            f"{format_bytes(self.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
+            f"{self.key}  {span}{flags}  ({'; '.join(notes)})"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
     `keeps_memory`: whether the memory of buckets is used again in the next backward; `None`: where it pays, see
-    `passes/memory.py`. No two ranks have to agree on that, and `to_dict` does not say it.
+    `passes/memory.py`. Ranks need not agree on that, and `to_dict` leaves it out.
     """
 
     buckets: tuple[Bucket, ...]
@@ -178,11 +187,17 @@ class BucketPlan:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def flags(self) -> GradientSpec:
+        """The one that is no gradient. It lies in one of the last buckets, if not in the last."""
+        return next(each for each in reversed(self.gradients) if each.name == UNUSED_FLAGS)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. Group names are left out: they are a rank's own affair."""
-        buckets = [asdict(bucket) | {"key": bucket.key.to_dict()} for bucket in self.buckets]
-        for bucket in buckets:
-            for member in bucket["members"]:
+        """Plain data for JSON. Names of groups are left out: they differ between ranks."""
+        buckets = [asdict(bucket) for bucket in self.buckets]
+        for bucket, data in zip(self.buckets, buckets, strict=True):
+            data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.without_groups().to_dict()}
+            for member in data["members"]:
                 del member["gradient"]["key"]
                 if not member["gradient"]["sent"]:
                     del member["gradient"]["sent"]
@@ -197,40 +212,41 @@ class BucketPlan:
             KeyError, TypeError: a field is missing, unknown or of another kind.
         """
         if data["version"] != PLAN_VERSION:
-            raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it anew.")
-        return BucketPlan(tuple(_bucket(each) for each in data["buckets"]))
+            raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it again.")
+        buckets = []
+        for bucket in data["buckets"]:
+            key = BucketKey(**bucket["key"] | {"reduction": Reduction.from_dict(bucket["key"]["reduction"])})
+            members = []
+            for member in bucket["members"]:
+                lists = {name: tuple(member["gradient"].get(name, ())) for name in ("shape", "stride", "sent")}
+                members.append(Member(GradientSpec(**member["gradient"] | lists, key=key), member["offset"]))
+            buckets.append(Bucket(key, tuple(members), bucket["reason"]))
+        return BucketPlan(tuple(buckets))
 
-    @property
-    def flags(self) -> GradientSpec:
-        """The one that is no gradient. It lies in one of the last buckets, if not in the last."""
-        members = (member for bucket in reversed(self.buckets) for member in reversed(bucket.members))
-        return next(member.gradient for member in members if member.gradient.name == UNUSED_FLAGS)
-
-    def with_keys_of(self, gradients: Sequence[GradientSpec]) -> BucketPlan:
+    def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
         """The same buckets of the same gradients, which are reduced in another way."""
         now = {gradient.index: gradient for gradient in gradients}
-
-        def changed(member: Member) -> Member:
-            gradient = now[member.gradient.index]
-            return replace(member, gradient=replace(member.gradient, key=gradient.key, sent=gradient.sent))
-
-        buckets = [(bucket, tuple(map(changed, bucket.members))) for bucket in self.buckets]
-        return replace(
-            self,
-            buckets=tuple(replace(each, key=members[0].gradient.key, members=members) for each, members in buckets),
-        )
+        buckets = []
+        for bucket in self.buckets:
+            specs = [
+                replace(each.gradient, key=now[each.gradient.index].key, sent=now[each.gradient.index].sent)
+                for each in bucket.members
+            ]
+            members = [replace(each, gradient=spec) for each, spec in zip(bucket.members, specs, strict=True)]
+            buckets.append(replace(bucket, key=specs[0].key, members=tuple(members)))
+        return replace(self, buckets=tuple(buckets))
 
     def given_reductions(self) -> tuple[Reduction, ...]:
-        """The reductions with factors that compiled code is given when it runs."""
+        """The reductions with factors that compiled code takes as arguments."""
         found = dict.fromkeys(bucket.key.reduction for bucket in self.buckets)
         return tuple(reduction for reduction in found if reduction.given)
 
     def for_code(self) -> BucketPlan:
-        """As compiled code knows it: the same for all factors that it is given when it runs."""
+        """As compiled code knows it: the same for all factors that it takes as arguments."""
         if not self.given_reductions():
             return self
         keys = ((each, each.key._replace(reduction=each.key.reduction.for_code())) for each in self.gradients)
-        return self.with_keys_of([replace(gradient, key=key) for gradient, key in keys])
+        return self.with_keys_of(replace(gradient, key=key) for gradient, key in keys)
 
     def signature(self) -> str:
         """A short hash; two ranks with equal signatures run the same collectives."""
@@ -240,7 +256,7 @@ class BucketPlan:
         gradients = [gradient for gradient in self.gradients if gradient.name != UNUSED_FLAGS]
         head = f"plan: {count(len(self.buckets), 'bucket')}, {count(len(gradients), 'gradient')}"
         lines = [f"{head}, {format_bytes(self.nbytes)}"]
-        lines += [f"  {position:>3}  {_describe(bucket)}" for position, bucket in enumerate(self.buckets)]
+        lines += [f"  {position:>3}  {bucket}" for position, bucket in enumerate(self.buckets)]
         return "\n".join(lines)
 
 
@@ -249,20 +265,15 @@ class Layout:
     """How members lie in their buckets.
 
     A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
-    rounded up to a power of two, so that small gradients are not mostly padding. Gradients named in `apart` keep
-    memory of their own, unless ranks keep parts of their bucket or a Python hook is given the whole of it. Such a
-    hook finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
+    rounded up to a power of two, so that small gradients are not mostly padding. `uncoalesced` gradients, by name, keep
+    their own memory, unless ranks keep parts of their bucket or a Python hook takes the whole of it. Such a hook
+    finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
     """
 
     alignment_bytes: int
-    apart: frozenset[str] = frozenset()
+    uncoalesced: frozenset[str] = frozenset()
 
-    def bucket(
-        self,
-        key: BucketKey,
-        gradients: Sequence[GradientSpec],
-        reason: str,
-    ) -> Bucket:
+    def bucket(self, key: BucketKey, gradients: Iterable[GradientSpec], reason: str) -> Bucket:
         """A bucket with its members one after the other, in the given order.
 
         Args:
@@ -271,21 +282,20 @@ class Layout:
             reason: why the bucket ends here.
         """
         members: list[Member] = []
-        end = 0
+        end, is_called = 0, key.reduction.hook == CALLED
         for gradient in gradients:
-            member = Member(gradient, None)
-            is_called = key.reduction.hook == CALLED
-            if gradient.name not in self.apart or key.reduction.is_scattered or is_called:
-                step = 1 if is_called else self._step(member)
-                member = replace(member, offset=-(-end // step) * step)
-                end = -(-end // step) * step + member.numel
-            members.append(member)
+            if gradient.name in self.uncoalesced and not (key.reduction.is_scattered or is_called):
+                members.append(Member(gradient, None))
+                continue
+            step = 1 if is_called else self._step(gradient)
+            members.append(Member(gradient, -(-end // step) * step))
+            end = -(-end // step) * step + gradient.numel
         return Bucket(key, tuple(members), reason)
 
-    def _step(self, member: Member) -> int:
+    def _step(self, gradient: GradientSpec) -> int:
         """What an offset has to be a multiple of, in elements."""
-        own_size = 1 << max(0, member.nbytes - 1).bit_length()
-        return max(1, min(self.alignment_bytes, own_size) // member.gradient.itemsize)
+        own_size = 1 << max(0, gradient.nbytes - 1).bit_length()
+        return max(1, min(self.alignment_bytes, own_size) // gradient.itemsize)
 
 
 ALIGNMENT_BYTES: Final = 64
@@ -295,49 +305,69 @@ PACKED: Final = Layout(alignment_bytes=1)
 """One after the other without gaps."""
 
 
+def in_launch_order(buckets: Iterable[tuple[int, ...]]) -> Partition:
+    """By the position of the last member."""
+    return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
+
+
+def partition_by_size(
+    keys: Sequence[Hashable],
+    sizes: Sequence[float],
+    cap_nbytes: float,
+    first_cap_nbytes: float,
+    open_after: Collection[int] = (),
+) -> Partition:
+    """A bucket is closed when it holds its cap, the first of each key a cap of its own; not `open_after` a position.
+
+    Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key.
+    """
+    filling: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, float] = defaultdict(float)
+    past_first: set[Hashable] = set()
+    closed: list[tuple[int, ...]] = []
+    for position, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+        filling.setdefault(key, []).append(position)
+        filled[key] += size
+        if filled[key] >= (cap_nbytes if key in past_first else first_cap_nbytes) and position not in open_after:
+            closed.append(tuple(filling.pop(key)))
+            past_first.add(key)
+            del filled[key]
+    return in_launch_order([*closed, *map(tuple, filling.values())])
+
+
 def plan_buckets(
     gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float, layout: Layout = PACKED
 ) -> BucketPlan:
     """Fill buckets in the given order and close each when it has reached its cap, as torch's DDP does.
+
+    Buckets are launched in the order in which their last member becomes ready. The flags go with the gradient before
+    them: they never cost a collective.
 
     Args:
         gradients: in the order in which they are expected to become ready.
         bucket_cap_mb: MiB at which a bucket is closed.
         first_bucket_cap_mb: the same for the first bucket of each key.
         layout: where members start in a bucket; padding does not count towards the caps.
-
-    Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key. Buckets are
-    launched in the order in which their last member becomes ready. The flags go with the gradient before them: they
-    never cost a collective of their own.
     """
-    filling: dict[BucketKey, list[GradientSpec]] = {}
-    filled: Counter[BucketKey] = Counter()
-    closed: list[tuple[int, Bucket]] = []
+    flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]
+    partition = partition_by_size(
+        [gradient.key for gradient in gradients],
+        [gradient.nbytes for gradient in gradients],
+        bucket_cap_mb * BYTES_PER_MB,
+        first_bucket_cap_mb * BYTES_PER_MB,
+        [each - 1 for each in flags if each and gradients[each - 1].key == gradients[each].key],
+    )
     past_first: set[BucketKey] = set()
-    last_position: dict[BucketKey, int] = {}
-
-    def close(key: BucketKey, reason: str) -> None:
-        closed.append((last_position[key], layout.bucket(key, filling.pop(key), reason)))
+    buckets = []
+    for positions in partition:
+        members = [gradients[position] for position in positions]
+        key = members[0].key
+        which, cap_mb = ("", bucket_cap_mb) if key in past_first else ("first ", first_bucket_cap_mb)
+        is_full = sum(member.nbytes for member in members) >= cap_mb * BYTES_PER_MB
+        reason = f"reached the {which}cap of {cap_mb:g} MiB" if is_full else "last of its key"
+        buckets.append(layout.bucket(key, members, reason))
         past_first.add(key)
-        del filled[key]
-
-    for position, gradient in enumerate(gradients):
-        key = gradient.key
-        members = filling.setdefault(key, [])
-        members.append(gradient)
-        filled[key] += gradient.nbytes
-        last_position[key] = position
-        cap_mb = bucket_cap_mb if key in past_first else first_bucket_cap_mb
-        if filled[key] >= cap_mb * BYTES_PER_MB and not _flags_follow(gradients, position):
-            close(key, f"reached the {'' if key in past_first else 'first '}cap of {cap_mb:g} MiB")
-    for key in list(filling):
-        close(key, "last of its key")
-    return BucketPlan(tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0])))
-
-
-def _flags_follow(gradients: Sequence[GradientSpec], position: int) -> bool:
-    following = gradients[position + 1 : position + 2]
-    return bool(following) and following[0].name == UNUSED_FLAGS and following[0].key == gradients[position].key
+    return BucketPlan(tuple(buckets))
 
 
 def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
@@ -345,36 +375,9 @@ def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
 
     Row by row whatever the parameter's memory order, as the op does that is left in the graph then.
     """
-    rows = [replace(gradient, stride=_row_by_row(gradient.shape)) for gradient in gradients]
-    return BucketPlan(tuple(PACKED.bucket(gradient.key, [gradient], "no bucketing") for gradient in rows))
-
-
-def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = list(itertools.accumulate(shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))
-    return tuple(reversed(strides)) if shape else ()
-
-
-def _bucket(data: Mapping[str, Any]) -> Bucket:
-    key = BucketKey.from_dict(data["key"])
-    members = []
-    for each in data["members"]:
-        given = dict(each["gradient"])
-        shape, stride = tuple(given.pop("shape")), tuple(given.pop("stride"))
-        sent = tuple(map(int, given.pop("sent", ())))
-        members.append(Member(GradientSpec(shape=shape, stride=stride, key=key, sent=sent, **given), each["offset"]))
-    return Bucket(key, tuple(members), data["reason"])
-
-
-def _describe(bucket: Bucket) -> str:
-    names = [member.label for member in bucket.members]
-    gradients = [name for name in names if name != UNUSED_FLAGS]
-    span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
-    flags = " + flags" if gradients and len(gradients) < len(names) else ""
-    apart = sum(member.offset is None for member in bucket.members)
-    notes = [bucket.reason]
-    notes += [f"{apart} of {len(names)} in memory of their own"] if apart else []
-    notes += [f"{format_bytes(bucket.padding_nbytes)} padding"] if bucket.padding_nbytes else []
-    return (
-        f"{format_bytes(bucket.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
-        f"{bucket.key}  {span}{flags}  ({'; '.join(notes)})"
-    )
+    buckets = []
+    for gradient in gradients:
+        steps = itertools.accumulate(gradient.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1)
+        rows = replace(gradient, stride=tuple(steps)[::-1] if gradient.shape else ())
+        buckets.append(PACKED.bucket(gradient.key, [rows], "no bucketing"))
+    return BucketPlan(tuple(buckets))

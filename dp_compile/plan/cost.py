@@ -1,6 +1,4 @@
-"""What an all-reduce costs: formulas of algorithms, a fit to samples.
-
-For a given group each is a straight line in the bytes, an `AllReduceCost`: all that a planner needs.
+"""What an all-reduce costs: a straight line in the bytes, from public figures of a link or fitted to measurements.
 
 Units: `_s` seconds, `_us` microseconds, `busbw` bytes per second in the meaning of nccl-tests (time of a large
 all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per second.
@@ -9,12 +7,11 @@ all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -22,17 +19,14 @@ from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import BETWEEN, INSIDE
 
-COST_VERSION: Final = 1
-
 
 def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
     """Raises:
     ConfigError: `value` is not a finite number above zero (or zero, if that is allowed).
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, got {value!r}.")
-    if value < 0 or (value == 0 and not zero_allowed):
-        raise ConfigError(f"{name} must be {'>=' if zero_allowed else '>'} 0, got {value!r}.")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not zero_allowed):  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a finite number {'>=' if zero_allowed else '>'} 0, got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +53,7 @@ class AllReduceCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def on(self, link: str) -> AllReduceCost:
-        """What one costs on a link that a stage names; where nothing is known of it, what one costs on the group."""
+        """What one costs on the link of a stage; on the whole group if that is not known."""
         found = self.inside if link == INSIDE else self.between if link == BETWEEN else None
         return found or self
 
@@ -70,10 +64,9 @@ class AllReduceCost:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> AllReduceCost:
-        """What `asdict` made of one."""
-        levels = {name: data.get(name) for name in (INSIDE, BETWEEN)}
-        known = {name: AllReduceCost.from_dict(each) for name, each in levels.items() if each is not None}
-        return AllReduceCost(**{**data, **levels, **known})
+        """What `dataclasses.asdict` made of one."""
+        levels = {name: AllReduceCost.from_dict(data[name]) for name in (INSIDE, BETWEEN) if data.get(name) is not None}
+        return AllReduceCost(**{**data, **levels})
 
     def __str__(self) -> str:
         rate = f"{1e-9 / self.beta_s_per_byte:.4g} GB/s" if self.beta_s_per_byte else "no time per byte"
@@ -82,6 +75,8 @@ class AllReduceCost:
             return line
         return f"{line}; on two levels {self.inside} inside a node and {self.between} between nodes"
 
+
+# --- before anything was measured -----------------------------------------------------------------------------------
 
 Formula = Callable[[int], int]
 """Of an algorithm: from the number of ranks to how many hops follow each other in one all-reduce."""
@@ -109,111 +104,23 @@ def line(formula: Formula, n: int, *, launch_s: float, hop_s: float, busbw: floa
     return AllReduceCost(launch_s + hop_s * formula(n), 2 * (n - 1) / (busbw * n))
 
 
-@dataclass(frozen=True, slots=True)
-class CostFit:
-    """A cost fitted to measurements. `residual` is the mean of |fitted - measured| / measured over the sizes."""
-
-    cost: AllReduceCost
-    residual: float
-    smallest_nbytes: int
-    largest_nbytes: int
-
-    def to_json(self) -> str:
-        return json.dumps({"version": COST_VERSION} | asdict(self), sort_keys=True)
-
-    @staticmethod
-    def from_json(text: str) -> CostFit:
-        """What `to_json` wrote.
-
-        Raises:
-            ConfigError: not JSON, of another version, a field is missing, unknown or not allowed.
-        """
-        try:
-            data = dict(json.loads(text))
-            version = data.pop("version")
-            if version != COST_VERSION:
-                raise ConfigError(
-                    f"this cost file is of version {version!r}, readable is {COST_VERSION}. Calibrate again."
-                )
-            return CostFit(**data | {"cost": AllReduceCost.from_dict(data["cost"])})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"not a cost file of dp_compile: {error!r}. Calibrate again.") from error
-
-
-class TimesDoNotGrow(ConfigError):
-    """Samples that a constant fits as well as any line."""
-
-
-def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
-    """The line with the least sum of relative deviations from `(nbytes, seconds)` samples.
-
-    Several samples of a size count as their median. Relative, so that small messages fix alpha and large ones beta;
-    absolute values, not squares, so that a minority of outliers changes little. The best line passes through two of
-    the points, or through one with alpha = 0, so trying all of them is exact (least absolute deviations, a linear
-    programme whose optimum is a vertex).
-
-    Raises:
-        ConfigError: fewer than two sizes, or a value that is not finite and positive.
-        TimesDoNotGrow: a `ConfigError`: no line with a slope fits better than a constant.
-    """
-    times: dict[int, list[float]] = defaultdict(list)
-    for nbytes, seconds in samples:
-        check_number("nbytes of a sample", nbytes, zero_allowed=False)
-        check_number("seconds of a sample", seconds, zero_allowed=False)
-        times[nbytes].append(seconds)
-    if len(times) < 2:
-        raise ConfigError(f"a fit needs samples of at least 2 sizes, got {len(times)}.")
-    x = np.array(sorted(times), dtype=float)
-    y = np.array([np.median(times[int(size)]) for size in x])
-    first, second = np.array(list(itertools.combinations(range(len(x)), 2))).T
-    slopes = np.concatenate([(y[second] - y[first]) / (x[second] - x[first]), y / x])
-    offsets = np.concatenate([y[first], y]) - slopes * np.concatenate([x[first], x])
-    offsets[-len(x) :] = 0.0
-    allowed = (slopes > 0) & (offsets >= 0)
-    slopes, offsets = slopes[allowed], offsets[allowed]
-    deviations = np.abs((offsets[:, None] + slopes[:, None] * x) / y - 1).mean(axis=1)
-    best = int(deviations.argmin())
-    if len(x) > 1 and float(np.abs(np.median(y) / y - 1).mean()) <= float(deviations[best]):
-        raise TimesDoNotGrow("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
-    cost = AllReduceCost(float(offsets[best]), float(slopes[best]))
-    return CostFit(cost, float(deviations[best]), int(x[0]), int(x[-1]))
-
-
 LAUNCH_US: Final = 8.4
 """What a collective costs once, however many hops it takes: in NCCL's tuning table for its `Simple` protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of link. `alpha_us` is the latency of one hop, `busbw_gb_s` in 1e9 bytes per second and direction.
-
-    Raises:
-        ConfigError: zero, negative or NaN where that is no link.
-    """
+    """One kind of link. `alpha_us` is the latency of one hop, `busbw_gb_s` in 1e9 bytes per second and direction."""
 
     name: str
     alpha_us: float
     busbw_gb_s: float
 
-    def __post_init__(self) -> None:
-        check_number("alpha_us", self.alpha_us, zero_allowed=False)
-        check_number("busbw_gb_s", self.busbw_gb_s, zero_allowed=False)
-
     def cost(self, n_ranks: int, *, formula: Formula = ring, launch_us: float = LAUNCH_US) -> AllReduceCost:
         """What an all-reduce over `n_ranks` costs when every hop is this link.
 
-        Args:
-            n_ranks: ranks of the group.
-            formula: `ring` or `ring_or_tree`.
-            launch_us: paid once a collective.
-
-        Raises:
-            ConfigError: fewer than one rank.
+        `launch_us` is paid once a collective.
         """
-        if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
-            raise ConfigError(f"n_ranks must be an integer >= 1, got {n_ranks!r}.")
         hop_s, busbw = self.alpha_us * 1e-6, self.busbw_gb_s * 1e9
         return line(formula, n_ranks, launch_s=launch_us * 1e-6, hop_s=hop_s, busbw=busbw)
 
@@ -227,8 +134,20 @@ LINKS: Final[tuple[Link, ...]] = (
     Link("pcie4-x16", 5.7, 31.5),  # 16 GT/s, 16 lanes, 128b/130b
     Link("loopback", 200.0, 1.0),  # gloo over TCP; two ranks on two idle cores took 240 to 310 us: calibrate
 )
-"""Presets, to plan before anything was measured: nominal. A node whose rings use k ports has up to k times the port's
-figure. Latencies of a hop as in NCCL's tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
+"""Presets: nominal. A node whose rings use k ports has up to k times the port's figure. Latencies of a hop as in NCCL's
+tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
+
+
+def link(name: str) -> Link:
+    """A preset by its name.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    presets = {preset.name: preset for preset in LINKS}
+    if name not in presets:
+        raise ConfigError(f"link must be one of {', '.join(presets)}, got {name!r}.")
+    return presets[name]
 
 
 def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
@@ -239,24 +158,9 @@ def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_insi
         inside: every hop inside a node; `between`: every hop between nodes, one such link for each rank of a node.
         ranks_inside: ranks of a node.
         nodes: how many of them.
-
-    Raises:
-        ConfigError: a number of ranks or nodes is no integer above zero.
     """
     twice_us = 2 * LAUNCH_US  # a reduce-scatter, and later an all-gather
     return replace(whole, inside=inside.cost(ranks_inside, launch_us=twice_us), between=between.cost(nodes))
-
-
-def link(name: str) -> Link:
-    """A preset by its name.
-
-    Raises:
-        ConfigError: there is no such preset.
-    """
-    for preset in LINKS:
-        if preset.name == name:
-            return preset
-    raise ConfigError(f"link must be one of {', '.join(preset.name for preset in LINKS)}, got {name!r}.")
 
 
 RANKS_OF_A_NODE: Final = 8
@@ -267,8 +171,52 @@ def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = N
 
     `ranks_inside`: of a node, where the network has two levels.
     """
-    inside, between, formula = link(backend.inside), link(backend.between), ring_or_tree if backend.has_nodes else ring
+    inside, between = link(backend.inside), link(backend.between)
+    formula = ring if inside is between else ring_or_tree
     if ranks_inside is not None:
         whole = between.cost(world_size, formula=formula)
         return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
     return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=formula)
+
+
+# --- from measurements ----------------------------------------------------------------------------------------------
+
+
+class CostFit(NamedTuple):
+    """A cost fitted to measurements. `residual` is the mean of |fitted - measured| / measured over the sizes."""
+
+    cost: AllReduceCost
+    residual: float
+
+
+class TimesDoNotGrow(ConfigError):
+    """Samples that a constant fits as well as any line."""
+
+
+def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
+    """The line with the least sum of relative deviations from `(nbytes, seconds)` samples of two sizes or more.
+
+    Several samples of a size count as their median. Relative, so that small messages fix alpha and large ones beta;
+    absolute values, not squares, so that a minority of outliers changes little. The best line passes through two of
+    the points, or through one with alpha = 0, so trying all of them is exact (least absolute deviations, a linear
+    programme whose optimum is a vertex).
+
+    Raises:
+        TimesDoNotGrow: a `ConfigError`: no line with a slope fits better than a constant.
+    """
+    times: dict[int, list[float]] = defaultdict(list)
+    for nbytes, seconds in samples:
+        times[nbytes].append(seconds)
+    x = np.array(sorted(times), dtype=float)
+    y = np.array([np.median(times[int(size)]) for size in x])
+    first, second = np.array(list(itertools.combinations(range(len(x)), 2))).T
+    slopes = np.concatenate([(y[second] - y[first]) / (x[second] - x[first]), y / x])
+    offsets = np.concatenate([y[first], y]) - slopes * np.concatenate([x[first], x])
+    offsets[-len(x) :] = 0.0
+    allowed = (slopes > 0) & (offsets >= 0)
+    slopes, offsets = slopes[allowed], offsets[allowed]
+    deviations = np.abs((offsets[:, None] + slopes[:, None] * x) / y - 1).mean(axis=1)
+    best = int(deviations.argmin())
+    if float(np.abs(np.median(y) / y - 1).mean()) <= float(deviations[best]):
+        raise TimesDoNotGrow("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
+    return CostFit(AllReduceCost(float(offsets[best]), float(slopes[best])), float(deviations[best]))

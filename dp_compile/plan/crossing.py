@@ -75,7 +75,6 @@ def plan_crossing(
         certificate = replace(
             certificate,
             cost=cost,
-            backward_s=backward_s,
             makespan_s=step_seconds(best, backward_s, lanes=lanes),
             bound_s=bound_seconds(best, backward_s),
             worst_ratio=worst_ratio(best, backward_s, lanes),

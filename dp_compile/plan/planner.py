@@ -1,94 +1,293 @@
-"""How gradients are put into buckets. Pure.
+"""How gradients are put into buckets, in launch order. Pure numbers.
 
 | a bucket ends                                                              | function          | asked for by    |
 |----------------------------------------------------------------------------|-------------------|-----------------|
 | where the predicted end of the step is earliest, also if speeds are off 2x | `plan_optimal`    | by default      |
 | at a size, as in torch's DDP                                               | `plan_fixed`      | `bucket_cap_mb` |
 | where the module that a policy names ends                                  | `plan_per_module` | `bucket_policy` |
-
-Source: MG-WFBP (arXiv 1912.09268), which solves the partition for one link in quadratic time; here a prefix is solved
-in constant time on average, see `_OneKey`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from typing import Final
 
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, Member, plan_buckets
-from dp_compile.plan.cost import AllReduceCost, check_number
+from dp_compile.plan.buckets import (
+    UNUSED_FLAGS,
+    BucketPlan,
+    GradientSpec,
+    Layout,
+    Member,
+    Partition,
+    in_launch_order,
+    partition_by_size,
+    plan_buckets,
+)
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import (
-    Buckets,
     Job,
     Leg,
     ReadyGradient,
     finish_time,
-    fixed_partition,
-    in_launch_order,
     jobs_of,
     release_time_bound,
     release_times,
     weights_of,
 )
-from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, in_ready_order, ready_gradients
+from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 from dp_compile.plan.reduction import WHOLE
 from dp_compile.plan.words import BYTES_PER_MB
 
-MAX_ROUNDS: Final = 4
-MANY: Final = 4000
-"""From so many gradients on, several keys are solved from one starting order and in two rounds, to save time."""
+ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
+"""How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
 
+MEASURED_BAND: Final = (1.0, 0.9, 1.1)
+"""The same for speeds that were measured: what is left is noise."""
+
+LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
+"""Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
+
+CAPS_MB: Final = (1.0, 5.0, 25.0)
+FIRST_CAP_MB: Final = 1.0
+"""The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
+
+MAX_ROUNDS: Final = 4
 SLACK: Final = 1e-10
 """Times that differ by this share are the same time: sums of floats in another order."""
 
 
-def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float = 0.0) -> Buckets:
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a plan was predicted to reach when it was made, in seconds after the start of the backward.
+
+    `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
+    the largest makespan over bound in `band`. `exact`: reductions have one stage each; where they have several, plans
+    are the best of those that were tried. `crosses`: reductions may end under the next forward, which is in makespan
+    and bound.
+    """
+
+    cost: AllReduceCost
+    makespan_s: float
+    bound_s: float
+    worst_ratio: float
+    band: tuple[float, ...]
+    exact: bool = True
+    crosses: bool = False
+
+    @property
+    def ratio(self) -> float:
+        return self.makespan_s / self.bound_s if self.bound_s else 1.0
+
+    @property
+    def chosen(self) -> str:
+        """How speeds may differ from those of the plan, for people."""
+        good = f"good even if network or compute are {max(self.band):g}x off"
+        return good if self.exact else f"{good}, the best that was tried: each has several stages"
+
+    @property
+    def promise(self) -> str:
+        """How far the end is from the best there can be, for people."""
+        best = f"{percent_above(self.ratio)} the best any plan could do"
+        off = f"with speeds off by {min(self.band):g}x to {max(self.band):g}x"
+        halves = "of backward and next forward " if self.crosses else ""
+        return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
+
+
+def percent_above(ratio: float) -> str:
+    """A ratio to the best there can be, for people: `28% above`; of 1 `less than 0.1% above`."""
+    above = ratio - 1
+    return (
+        "less than 0.1% above" if above < 0.0005 else f"{above:.1%} above" if above < 0.0995 else f"{above:.0%} above"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it was predicted to reach if it was made from a cost."""
+
+    plan: BucketPlan
+    certificate: Certificate | None = None
+
+
+def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout) -> Planned:
+    """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
+    first_cap_mb = min(FIRST_CAP_MB, cap_mb)
+    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
+
+
+def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
+    """One bucket, for each key, for each stretch of gradients of one unit.
+
+    Args:
+        gradients: in launch order.
+        unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
+        layout: how gradients lie in their buckets.
+    """
+    units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
+    units[UNUSED_FLAGS] = list(units.values())[-1]
+    buckets = []
+    for unit, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
+        members = list(stretch)
+        for key in dict.fromkeys(gradient.key for gradient in members):
+            of_key = [gradient for gradient in members if gradient.key == key]
+            buckets.append(layout.bucket(key, of_key, f"end of {unit or 'the outermost module'}"))
+    return Planned(BucketPlan(tuple(buckets)))
+
+
+def plan_optimal(
+    gradients: Sequence[GradientSpec],
+    cost: AllReduceCost,
+    times: ReadyTimes,
+    layout: Layout,
+    *,
+    band: tuple[float, ...] | None = None,
+) -> Planned:
+    """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
+
+    The plan must be the same on every rank, so all of them pass the same times. Until the backward is measured it is
+    taken to be as long as the communication: the case in which the buckets matter most.
+
+    Args:
+        gradients: in any order; equally ready ones are launched in it.
+        cost: what one collective costs on the group.
+        times: when the gradients are ready.
+        layout: how gradients lie in their buckets.
+        band: how far off speeds may be; `None`: as above.
+    """
+    ordered = sorted(gradients, key=times.of)
+    members = [Member(gradient, None) for gradient in ordered]
+    backward_s = backward_seconds(members, times, cost)
+    partition, certificate = robust_partition(
+        ready_gradients(members, times, backward_s),
+        cost=cost,
+        backward_s=backward_s,
+        band=band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND),
+    )
+    last = {ordered[bucket[0]].key: bucket for bucket in partition}.values()
+    buckets = [
+        layout.bucket(
+            ordered[bucket[0]].key,
+            [ordered[position] for position in bucket],
+            "the last bucket" if bucket in last else "by the predicted end of the backward",
+        )
+        for bucket in partition
+    ]
+    return Planned(BucketPlan(tuple(buckets)), certificate)
+
+
+# --- the best in the worst case -------------------------------------------------------------------------------------
+
+
+def robust_partition(
+    gradients: Sequence[ReadyGradient],
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    band: tuple[float, ...] = ERROR_BAND,
+) -> tuple[Partition, Certificate]:
+    """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
+
+    Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
+    it ends some percent later than the optimum if the belief was right (tests/plan/robust_table.py).
+
+    Args:
+        gradients: in launch order.
+        cost: of the collective that carries a bucket.
+        backward_s: how long the backward takes without communication.
+        band: how much slower the network may be, compared with the backward, than was believed; 1.0 first.
+    """
+    bounds = _bounds(gradients, cost, backward_s, band)
+    promised = {
+        partition: certify(gradients, partition, cost=cost, backward_s=backward_s, band=band, bounds=bounds)
+        for partition in dict.fromkeys(_candidates(gradients, cost, backward_s, band))
+    }
+    least = min(certificate.worst_ratio for certificate in promised.values()) * (1 + SLACK)
+    best = min((each for each, certificate in promised.items() if certificate.worst_ratio <= least), key=len)
+    return best, promised[best]
+
+
+def certify(
+    gradients: Sequence[ReadyGradient],
+    partition: Partition,
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    band: tuple[float, ...] = ERROR_BAND,
+    bounds: Sequence[float] | None = None,
+) -> Certificate:
+    """What a given partition is predicted to reach. `bounds`: those of `band`, if they are known."""
+    bounds = bounds or _bounds(gradients, cost, backward_s, band)
+    jobs = jobs_of(gradients, partition, cost)
+    ends = [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in band]
+    worst = max(end / bound if bound else 1.0 for end, bound in zip(ends, bounds, strict=True))
+    return Certificate(cost, ends[0], bounds[0], worst, band, all(len(each.stages) == 1 for each in gradients))
+
+
+def _candidates(
+    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
+) -> Iterator[Partition]:
+    for slower in band:
+        yield optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
+    for latency, slower in product(LATENCIES, band):
+        yield earliest_partition(gradients, cost=cost.scaled(slower, latency))
+    keys, sizes = [gradient.key for gradient in gradients], [gradient.nbytes for gradient in gradients]
+    for cap_mb in CAPS_MB:
+        yield partition_by_size(keys, sizes, cap_mb * BYTES_PER_MB, min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB)
+
+
+def _bounds(
+    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
+) -> list[float]:
+    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in band]
+
+
+# --- the earliest end -----------------------------------------------------------------------------------------------
+
+
+def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float = 0.0) -> Partition:
     """The buckets whose last one finishes first, and of those with this finish few buckets.
 
     To finish within `backward_s` is as good as to finish first, for the step cannot end earlier.
 
     One key: exact, with the least number of buckets. Several keys: one key after the other exactly, the buckets of
     the others held still, until nothing gets better, from two starting orders. That is a local optimum;
-    tests/plan/test_partition.py compares it with brute force.
+    tests/plan/test_planner.py compares it with brute force.
 
     Reductions of several stages: as if all stages of a bucket were one; of that, one bucket for each key and one for
-    each gradient the one that ends first by `network.launches`. Not exact: tests/plan/test_stage_costs.py has the
-    distance to brute force.
+    each gradient the one that ends first by `network.launches`. Not exact.
     """
-    check_number("backward_s", backward_s, zero_allowed=True)
     if not gradients:
         return ()
-    problem = _Keys(gradients, cost)
+    problem = _Problem(gradients, cost)
     best = problem.best()
     thinned = problem.thinned(best, max(problem.finish(best), backward_s))
     if all(len(gradient.stages) == 1 for gradient in gradients):
         return thinned
 
-    def value(buckets: Buckets) -> tuple[float, int]:
-        finish_s = finish_time(jobs_of(gradients, buckets, cost), backward_s=backward_s)
-        return max(finish_s, backward_s), len(buckets)
+    def value(partition: Partition) -> tuple[float, int]:
+        finish_s = finish_time(jobs_of(gradients, partition, cost), backward_s=backward_s)
+        return max(finish_s, backward_s), len(partition)
 
     together = in_launch_order([tuple(positions) for positions in problem.positions.values()])
     return min(best, thinned, together, tuple((place,) for place in range(len(gradients))), key=value)
 
 
-def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Buckets:
+def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Partition:
     """As `optimal_partition`, but each bucket as early as it can be, not as few as possible: room for delays.
 
     Several stages count as one.
     """
-    return _Keys(gradients, cost).best() if gradients else ()
+    return _Problem(gradients, cost).best() if gradients else ()
 
 
-class _Keys:
-    """The problem of all keys, solved one key at a time, with all stages of a bucket as one."""
+class _Problem:
+    """Gradients of all keys, solved one key at a time, with all stages of a bucket as one."""
 
     def __init__(self, gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> None:
-        self.gradients = gradients
+        self.keys = [gradient.key for gradient in gradients]
         self.released = release_times(gradients)
         self.sizes: list[float] = []
         """Seconds that each gradient adds to its bucket."""
@@ -99,60 +298,51 @@ class _Keys:
             self.latency[gradient.key], seconds = weights_of(gradient.stages, cost)
             self.sizes.append(seconds)
 
-    def orders(self) -> list[list[Hashable]]:
-        """Largest key first, and smallest first."""
-        size = {key: self._transfer_s(positions) for key, positions in self.positions.items()}
-        keys = sorted(size, key=lambda key: -size[key])
-        return [keys, keys[::-1]] if len(keys) > 1 and len(self.sizes) < MANY else [keys]
+    def best(self) -> Partition:
+        """From the largest key first and from the smallest first."""
+        taken = {key: sum(map(self.sizes.__getitem__, positions)) for key, positions in self.positions.items()}
+        order = sorted(taken, key=lambda key: -taken[key])
+        return min(map(self._descend, [order, order[::-1]] if len(order) > 1 else [order]), key=self.finish)
 
-    def finish(self, buckets: Buckets) -> float:
-        return finish_time(self._jobs(buckets))
-
-    def _transfer_s(self, positions: Sequence[int]) -> float:
-        return sum(map(self.sizes.__getitem__, positions))
-
-    def _jobs(self, buckets: Buckets) -> tuple[Job, ...]:
-        """As `network.jobs_of`, with what is computed only once here, and all stages as one."""
-        return tuple(
-            Job(bucket[-1], self.released[bucket[-1]], (Leg(WHOLE, self._latency(bucket) + self._transfer_s(bucket)),))
-            for bucket in buckets
-        )
-
-    def _latency(self, bucket: Sequence[int]) -> float:
-        return self.latency[self.gradients[bucket[0]].key]
-
-    def best(self) -> Buckets:
-        return min((self.descend(order) for order in self.orders()), key=self.finish)
-
-    def descend(self, order: Sequence[Hashable]) -> Buckets:
-        best: Buckets = ()
-        finish = float("inf")
-        most = MAX_ROUNDS if len(self.sizes) < MANY else 2
-        for _ in range(most if len(order) > 1 else 1):
-            buckets = best
-            for key in order:
-                buckets = self._replaced(buckets, key, _OneKey.earliest)
-            if self.finish(buckets) >= finish * (1 - SLACK):
-                break
-            best, finish = buckets, self.finish(buckets)
-        return best
-
-    def thinned(self, buckets: Buckets, deadline_s: float) -> Buckets:
+    def thinned(self, partition: Partition, deadline_s: float) -> Partition:
         """Fewer buckets that still finish by the deadline."""
         for key in self.positions:
-            fewer = self._replaced(buckets, key, lambda solver: solver.fewest(deadline_s * (1 + SLACK)))
-            if len(fewer) < len(buckets) and self.finish(fewer) <= deadline_s * (1 + 2 * SLACK):
-                buckets = fewer
-        return buckets
+            fewer = self._replaced(partition, key, deadline_s * (1 + SLACK))
+            if len(fewer) < len(partition) and self.finish(fewer) <= deadline_s * (1 + 2 * SLACK):
+                partition = fewer
+        return partition
 
-    def _replaced(self, buckets: Buckets, key: Hashable, solve: Callable[[_OneKey], Buckets]) -> Buckets:
-        others = tuple(bucket for bucket in buckets if self.gradients[bucket[0]].key != key)
-        released = [self.released[position] for position in self.positions[key]]
-        sizes = map(self.sizes.__getitem__, self.positions[key])
-        solver = _OneKey(
-            self.positions[key], released, list(accumulate(sizes, initial=0.0)), self.latency[key], self._jobs(others)
+    def finish(self, partition: Partition) -> float:
+        return finish_time(self._jobs(partition))
+
+    def _descend(self, order: Sequence[Hashable]) -> Partition:
+        best: Partition = ()
+        finish = float("inf")
+        for _ in range(MAX_ROUNDS if len(order) > 1 else 1):
+            partition = best
+            for key in order:
+                partition = self._replaced(partition, key)
+            if self.finish(partition) >= finish * (1 - SLACK):
+                break
+            best, finish = partition, self.finish(partition)
+        return best
+
+    def _replaced(self, partition: Partition, key: Hashable, deadline_s: float | None = None) -> Partition:
+        """Other buckets of one key: as early as can be, or the fewest that finish by a deadline."""
+        others = tuple(bucket for bucket in partition if self.keys[bucket[0]] != key)
+        positions = self.positions[key]
+        taken = list(accumulate(map(self.sizes.__getitem__, positions), initial=0.0))
+        released = [self.released[position] for position in positions]
+        solver = _OneKey(positions, released, taken, self.latency[key], self._jobs(others))
+        return in_launch_order([*others, *(solver.earliest() if deadline_s is None else solver.fewest(deadline_s))])
+
+    def _jobs(self, partition: Partition) -> tuple[Job, ...]:
+        """As `network.jobs_of`, with what is computed only once here, and all stages as one."""
+        return tuple(
+            Job(bucket[-1], self.released[bucket[-1]], (Leg(WHOLE, self.latency[self.keys[bucket[0]]] + seconds),))
+            for bucket in partition
+            for seconds in (sum(map(self.sizes.__getitem__, bucket)),)
         )
-        return in_launch_order([*others, *solve(solver)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +351,9 @@ class _OneKey:
 
     Its gradients stand at `positions` and can be launched at `released`; `taken[k]` is how long the first k take on the
     network without the `latency` of a bucket.
+
+    Source: MG-WFBP (arXiv 1912.09268), which solves it for one link in quadratic time; here a prefix is solved in
+    constant time on average, see `_table`.
     """
 
     positions: Sequence[int]
@@ -169,7 +362,7 @@ class _OneKey:
     latency: float
     others: tuple[Job, ...]
 
-    def earliest(self) -> Buckets:
+    def earliest(self) -> Partition:
         """Every bucket, not only the last, finishes as early as the ones before it allow."""
         _, starts = self._table()
         cuts = [len(self.positions)]
@@ -177,7 +370,7 @@ class _OneKey:
             cuts.append(starts[cuts[-1]])
         return self._cut(cuts)
 
-    def fewest(self, deadline_s: float) -> Buckets:
+    def fewest(self, deadline_s: float) -> Partition:
         """From the last bucket to the first, each takes in as much as its deadline allows.
 
         Without other keys that is a least number of buckets: if a prefix can meet its deadline, every shorter prefix
@@ -241,9 +434,8 @@ class _OneKey:
             shifted.append(finishes[-1] - shift)
         return finishes, starts
 
-    def _cut(self, cuts: Sequence[int]) -> Buckets:
-        ascending = cuts[::-1]
-        return tuple(tuple(self.positions[start:stop]) for start, stop in pairwise(ascending))
+    def _cut(self, cuts: Sequence[int]) -> Partition:
+        return tuple(tuple(self.positions[start:stop]) for start, stop in pairwise(cuts[::-1]))
 
 
 def _last_free(times: Sequence[float], low: int, ready_s: float) -> int:
@@ -251,235 +443,3 @@ def _last_free(times: Sequence[float], low: int, ready_s: float) -> int:
     while low + 1 < len(times) and times[low + 1] <= ready_s:
         low += 1
     return low
-
-
-ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
-"""How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
-
-MEASURED_BAND: Final = (1.0, 0.9, 1.1)
-"""The same for speeds that were measured: what is left is noise."""
-
-LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
-"""Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
-
-CAPS_MB: Final = (1.0, 5.0, 25.0)
-FIRST_CAP_MB: Final = 1.0
-"""The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What a partition promises, all in seconds after the start of the backward.
-
-    `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
-    the largest makespan over bound in `band`. `exact`: that reductions have one stage each; where they have several,
-    plans are the best of those that were tried. `crosses`: reductions may end under the next forward, which is in
-    makespan and bound (`plan/crossing.py`).
-    """
-
-    cost: AllReduceCost
-    backward_s: float
-    makespan_s: float
-    bound_s: float
-    worst_ratio: float
-    band: tuple[float, ...]
-    exact: bool = True
-    crosses: bool = False
-
-    @property
-    def ratio(self) -> float:
-        return self.makespan_s / self.bound_s if self.bound_s else 1.0
-
-    @property
-    def chosen(self) -> str:
-        """What the buckets are good for, for people."""
-        good = f"good even if network or compute are {max(self.band):g}x off"
-        return good if self.exact else f"{good}, the best that was tried: each has several stages"
-
-    @property
-    def promise(self) -> str:
-        """How far the end is from the best there can be, for people."""
-        best = f"{percent_above(self.ratio)} the best any plan could do"
-        off = f"with speeds off by {min(self.band):g}x to {max(self.band):g}x"
-        halves = "of backward and next forward " if self.crosses else ""
-        return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
-
-
-def certify(
-    gradients: Sequence[ReadyGradient],
-    buckets: Buckets,
-    *,
-    cost: AllReduceCost,
-    backward_s: float,
-    band: tuple[float, ...] = ERROR_BAND,
-) -> Certificate:
-    """What given buckets promise."""
-    jobs = jobs_of(gradients, buckets, cost)
-    return Certificate(
-        cost,
-        backward_s,
-        _ends(jobs, backward_s, (1.0,))[0],
-        release_time_bound(gradients, cost=cost, backward_s=backward_s),
-        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band),
-        band,
-        _one_stage_each(gradients),
-    )
-
-
-def robust_partition(
-    gradients: Sequence[ReadyGradient],
-    *,
-    cost: AllReduceCost,
-    backward_s: float,
-    band: tuple[float, ...] = ERROR_BAND,
-) -> tuple[Buckets, Certificate]:
-    """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
-
-    Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
-    it ends some percent later than the optimum if the belief was right (tests/plan/robust_table.py).
-
-    Args:
-        gradients: in launch order.
-        cost: of the collective that carries a bucket.
-        backward_s: how long the backward takes without communication.
-        band: how much slower the network may be, compared with the backward, than was believed.
-
-    Raises:
-        ConfigError: a number is not allowed.
-    """
-    whole = tuple(gradients)
-    bounds = _bounds(whole, cost, backward_s, band)
-    ratios = {
-        buckets: worst_ratio(jobs_of(whole, buckets, cost), bounds, backward_s, band)
-        for buckets in dict.fromkeys(_candidates(whole, cost, backward_s, band))
-    }
-    least = min(ratios.values()) * (1 + SLACK)
-    best = min((buckets for buckets, ratio in ratios.items() if ratio <= least), key=len)
-    return best, certify(whole, best, cost=cost, backward_s=backward_s, band=band)
-
-
-def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:
-    return [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in band]
-
-
-def worst_ratio(
-    jobs: Sequence[Job],
-    bounds: Sequence[float],
-    backward_s: float,
-    band: Sequence[float] = ERROR_BAND,
-) -> float:
-    """The largest makespan over bound when the network is slower or faster than the jobs say.
-
-    Args:
-        jobs: the buckets at the believed speed.
-        bounds: the bound for each speed in `band`.
-        backward_s: how long the backward takes.
-        band: the speeds.
-    """
-    makespans = _ends(jobs, backward_s, band)
-    return max(makespan / bound if bound else 1.0 for makespan, bound in zip(makespans, bounds, strict=True))
-
-
-def _candidates(
-    gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float]
-) -> Iterator[Buckets]:
-    for slower in band:
-        yield optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
-    for latency, slower in itertools.product(LATENCIES if len(gradients) < MANY else LATENCIES[2:3], band):
-        yield earliest_partition(gradients, cost=cost.scaled(slower, latency))
-    for cap_mb in CAPS_MB:
-        first = min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB
-        yield fixed_partition(gradients, cap_nbytes=cap_mb * BYTES_PER_MB, first_cap_nbytes=first)
-
-
-def _one_stage_each(gradients: Sequence[ReadyGradient]) -> bool:
-    return all(len(gradient.stages) == 1 for gradient in gradients)
-
-
-def _bounds(
-    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
-) -> list[float]:
-    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in band]
-
-
-def percent_above(ratio: float) -> str:
-    """A ratio to the best there can be, for people: `28% above`; `no more than 0.1% above` is what 1 is written as."""
-    above = ratio - 1
-    return (
-        f"{above:.0%} above" if above >= 0.0995 else f"{above:.1%} above" if above >= 0.0005 else "less than 0.1% above"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan, and what it promises if it was made from a cost."""
-
-    plan: BucketPlan
-    certificate: Certificate | None = None
-
-
-def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout) -> Planned:
-    """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
-    first_cap_mb = min(FIRST_CAP_MB, cap_mb)
-    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
-
-
-def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
-    """One bucket, for each key, for each stretch of gradients of one unit.
-
-    Args:
-        gradients: in launch order.
-        unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
-        layout: how gradients lie in their buckets.
-    """
-    last = [gradient for gradient in gradients if gradient.name != UNUSED_FLAGS][-1]
-    units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
-    units[UNUSED_FLAGS] = units[last.name]
-    buckets = []
-    for unit, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
-        members = list(stretch)
-        for key in dict.fromkeys(gradient.key for gradient in members):
-            of_key = [gradient for gradient in members if gradient.key == key]
-            buckets.append(layout.bucket(key, of_key, f"end of {unit or 'the outermost module'}"))
-    return Planned(BucketPlan(tuple(buckets)))
-
-
-def plan_optimal(
-    gradients: Sequence[GradientSpec],
-    cost: AllReduceCost,
-    times: ReadyTimes,
-    layout: Layout,
-    *,
-    band: tuple[float, ...] | None = None,
-) -> Planned:
-    """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
-
-    The plan must be the same on every rank, so all of them pass the same times. Until the backward is measured it is
-    taken to be as long as the communication: the case in which the buckets matter most.
-
-    Args:
-        gradients: in any order; equally ready ones are launched in it.
-        cost: what one collective costs on the group.
-        times: when the gradients are ready.
-        layout: how gradients lie in their buckets.
-        band: how far off speeds may be; `None`: as above.
-    """
-    ordered = in_ready_order(gradients, times)
-    members = [Member(gradient, None) for gradient in ordered]
-    backward_s = backward_seconds(members, times, cost)
-    partition, certificate = robust_partition(
-        ready_gradients(members, times, backward_s),
-        cost=cost,
-        backward_s=backward_s,
-        band=band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND),
-    )
-    last = {ordered[bucket[0]].key: bucket for bucket in partition}.values()
-    buckets = [
-        layout.bucket(
-            ordered[bucket[0]].key,
-            [ordered[position] for position in bucket],
-            "the last bucket" if bucket in last else "by the predicted end of the backward",
-        )
-        for bucket in partition
-    ]
-    return Planned(BucketPlan(tuple(buckets)), certificate)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,11 +23,8 @@ MEASURED: Final = "ready times are measured, the slowest rank's count"
 class ModelCollective(NamedTuple):
     """A collective that the model's own backward waits for, as those of tensor parallel.
 
-    Args:
-        collective: torch's name of it, as `all_reduce`.
-        ranks: of its group.
-        nbytes: of what it is given, or of what it makes, if that is more.
-        start: the share of the backward after which it is launched; `end`: after which compute goes on.
+    `collective`: torch's name of it, as `all_reduce`. `ranks`: of its group. `nbytes`: of its input or its output, the
+    larger one. `start`, `end`: the shares of the backward after which it is launched, and after which compute goes on.
     """
 
     collective: str
@@ -42,8 +39,7 @@ class ReadyTimes:
     """When each gradient is ready, as a share of the backward without the reductions of gradients.
 
     `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s` is the length of that
-    backward in seconds, `None` if it was not measured.
-    `collectives`: what the model sends in it, which is part of these times.
+    backward in seconds, `None` if it was not measured. `collectives` of the model are part of these times.
     """
 
     shares: Mapping[int, float]
@@ -62,19 +58,10 @@ class ReadyTimes:
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
-        collectives = tuple(ModelCollective(*each) for each in data.get("collectives", ()))
+        collectives = tuple(ModelCollective(*each) for each in data["collectives"])
         shares = {int(index): float(share) for index, share in data["shares"]}
-        return ReadyTimes(shares, *_rest(data), collectives)
-
-
-def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
-    backward_s = data["backward_s"]
-    return None if backward_s is None else float(backward_s), str(data["basis"])
-
-
-def estimated_times(shares: Mapping[int, float], collectives: tuple[ModelCollective, ...] = ()) -> ReadyTimes:
-    """From what a graph says: by the gradient's index, the share of the backward after which it is ready."""
-    return ReadyTimes(shares, None, ESTIMATED, collectives)
+        backward_s = data["backward_s"]
+        return ReadyTimes(shares, None if backward_s is None else float(backward_s), data["basis"], collectives)
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
@@ -90,7 +77,7 @@ def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What one rank saw in one backward: when it launched each bucket, and when all compute was done, in seconds."""
+    """When one rank launched each bucket in one backward, and when all compute was done, in seconds."""
 
     launch_s: tuple[float, ...]
     backward_s: float
@@ -113,10 +100,9 @@ def slowest(ranks: Sequence[Launches]) -> Launches:
 
 
 def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> ReadyTimes:
-    """Ready times that fit what was seen under `plan`.
+    """Ready times that fit the measured launches of `plan`.
 
-    Only launches were seen. Between the launches of two buckets, gradients and the model's collectives are spread as in
-    `before`.
+    Between the launches of two buckets, gradients and the model's collectives are spread as in `before`.
     """
     shares: dict[int, float] = {}
     start, start_before = 0.0, 0.0
@@ -138,11 +124,6 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
     return ReadyTimes(shares, launches.backward_s, MEASURED, collectives)
 
 
-def in_ready_order(gradients: Sequence[GradientSpec], times: ReadyTimes) -> list[GradientSpec]:
-    """Gradients by the time when they are ready; equal ones stay in the given order."""
-    return sorted(gradients, key=times.of)
-
-
 def backward_seconds(members: Iterable[Member], times: ReadyTimes, cost: AllReduceCost) -> float:
     """How long the backward computes: as believed, else as long as the gradients take on the network."""
     if times.backward_s is not None:
@@ -151,7 +132,7 @@ def backward_seconds(members: Iterable[Member], times: ReadyTimes, cost: AllRedu
 
 
 def ready_gradients(members: Iterable[Member], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
-    """What a network is given of some members."""
+    """Members at their times, for the network."""
     return [
         ReadyGradient(each.nbytes, backward_s * times.of(each.gradient), each.gradient.key, loads=each.loads)
         for each in members

@@ -1,24 +1,22 @@
-"""What happens to a gradient between a rank and all ranks: pure data, part of the key of its bucket.
+"""How a gradient becomes the average over all ranks: pure data, part of the key of its bucket.
 
-Everything that reduces goes by it: `passes/reduction.py` says how.
+`passes/reduction.py` carries it out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import Backend
 
-MOST_IN_FLOAT16: Final = 1e6
-"""float16 ends at 6e-8."""
+MOST_IN_FLOAT16: Final = 1e6  # float16 ends at 6e-8
+# float32 and bfloat16 end at 1e-38 and 3e38: a factor that is infinite there makes NaN of zeros.
 LEAST_FACTOR: Final = 1e-30
 MOST_FACTOR: Final = 1e30
-"""float32 and bfloat16 end at 1e-38 and 3e38: a factor that is infinite there makes NaN of zeros."""
-
 
 ALL_REDUCE: Final = "all_reduce"
 REDUCE_SCATTER: Final = "reduce_scatter"
@@ -49,10 +47,10 @@ class Load(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`; or `exchange`: an all-to-all behind
-    which each rank adds up what it got, which is a reduce-scatter for backends that have none of their own.
+    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`; or `exchange`: an all-to-all after
+    which each rank adds up what it got, which is a reduce-scatter for backends whose reduce-scatter saves no bytes.
 
-    `group`: the name of the process group; `reduce_op`: `sum` or `avg`, nothing where nothing is added up. `parts`:
+    `group`: the name of the process group; `reduce_op`: `sum` or `avg`, empty where nothing is added up. `parts`:
     into how many equal parts a tensor is cut, each for one rank of the group, or of how many it is put together.
     `link`: which network its group is on: the `whole` one, or of two levels that `inside` a node or `between` nodes.
     """
@@ -69,14 +67,9 @@ class Stage(NamedTuple):
             return numel // self.parts
         return numel * self.parts if self.op == ALL_GATHER else numel
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data. What is as it mostly is is left out."""
-        usual = {"parts": 1, "link": WHOLE}
-        return {name: value for name, value in self._asdict().items() if usual.get(name) != value}
-
 
 class OnLink(Protocol):
-    """A stage, or what is known of it."""
+    """A stage, or its cost."""
 
     @property
     def link(self) -> str: ...
@@ -98,7 +91,7 @@ class Levels:
         return len(self.ranks[0])
 
     def stages(self, reduce_op: str, backend: Backend) -> tuple[Stage, ...]:
-        """Each rank of a node has a part of its sum, reduces that with its like in other nodes, and shares it out."""
+        """Reduce-scatter inside a node, all-reduce of each part between nodes, all-gather inside."""
         return (
             Stage(scattering(backend), self.inside, reduce_op, self.ranks_inside, INSIDE),
             Stage(ALL_REDUCE, self.between, reduce_op, link=BETWEEN),
@@ -114,11 +107,11 @@ class Reduction:
     """Each contribution times `scale` in the dtype `wire`, the stages one after the other, the result times
     `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
 
-    `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
-    each stage is given and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
-    `CALLED`: the same of a Python hook, which launches its own collectives: the stage is what a cost assumes.
-    `given`: how many of the two factors compiled code is given when it runs, the first one first; it has the others as
-    constants, which what computes a gradient may take in.
+    `wire`: name of a floating dtype; `None`: the gradient's. `hook`: key of a functional comm hook, which computes the
+    inputs of each stage and the reduced gradients from the whole bucket; nothing is scaled or cast for it. `CALLED`: a
+    Python hook, which launches its collectives itself: the stage is what a cost assumes. `given`: how many of the two
+    factors compiled code takes as arguments, the first one first; the others are constants, which the kernel that
+    computes a gradient may apply.
     """
 
     stages: tuple[Stage, ...]
@@ -130,18 +123,17 @@ class Reduction:
 
     @property
     def given_factors(self) -> tuple[float, ...]:
-        """Those that compiled code is given."""
+        """Those that compiled code takes as arguments."""
         return (self.scale, self.post_scale)[: self.given]
 
     def for_code(self) -> Reduction:
-        """As compiled code knows it, which is the same for all factors that it is given."""
-        known = (self.scale, self.post_scale)[self.given :]
-        scale, post_scale = (1.0,) * self.given + known
+        """As compiled code knows it: the same for all factors that it takes as arguments."""
+        scale, post_scale = (1.0,) * self.given + (self.scale, self.post_scale)[self.given :]
         return replace(self, scale=scale, post_scale=post_scale)
 
     @property
     def reduce_op(self) -> str:
-        """For people: what the stages that add up do; what they are called, if none does."""
+        """For people: how stages add up; their names, if none does."""
         adding = [stage.reduce_op for stage in self.stages if stage.reduce_op]
         return " ".join(dict.fromkeys(adding or (stage.op for stage in self.stages)))
 
@@ -152,7 +144,7 @@ class Reduction:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether a rank keeps its part of the result, and nobody has all of it."""
+        """Whether each rank keeps its part of the result only."""
         return self.hook is None and self.stages[-1].op in (REDUCE_SCATTER, EXCHANGE)
 
     @property
@@ -162,20 +154,20 @@ class Reduction:
 
     @property
     def multiple_of(self) -> int:
-        """What the elements of a tensor are a multiple of: each part starts at 16 bytes then, whatever is sent.
+        """What the elements of a tensor are a multiple of: then each part starts at 16 bytes in any dtype.
 
-        NCCL takes longer for parts that do not (pytorch#195450). What a hook sends the hook cuts.
+        NCCL takes longer for parts that do not (pytorch#195450). A hook cuts what it sends itself.
         """
         return 1 if self.parts == 1 or self.hook is not None else 16 * self.parts
 
     def numels(self, numel: int) -> Iterator[int]:
-        """How many elements of a tensor with `numel` each stage is given. By a hook: at most, as a rule."""
+        """How many elements of a tensor with `numel` each stage takes; with a hook at most, as a rule."""
         for stage in self.stages:
             yield numel
             numel = stage.numel_behind(numel)
 
     def loads(self, nbytes: int, sent: Sequence[int] = ()) -> tuple[Load, ...]:
-        """What each stage carries of so many bytes on the wire. `sent`: what a hook hands out for each stage."""
+        """What each stage carries of so many bytes on the wire. `sent`: what a hook sends in each stage."""
         parts = 1 if sent else self.parts
         given = zip(self.stages, sent or self.numels(nbytes * parts), strict=True)
         return tuple(
@@ -195,12 +187,14 @@ class Reduction:
         return replace(self, stages=tuple(stage._replace(group="") for stage in self.stages))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. What is as it mostly is is left out: plans without it keep their signature."""
-        more: dict[str, Any] = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
-        more |= {"wire": self.wire} if self.wire is not None else {}
-        more |= {"hook": self.hook} if self.hook is not None else {}
-        more |= {"given": self.given} if self.given else {}
-        return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more}
+        """Plain data without defaults."""
+        usual = {"post_scale": 1.0, "wire": None, "hook": None, "given": 0, "parts": 1, "link": WHOLE}
+
+        def rare(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value for name, value in fields if name not in usual or usual[name] != value}
+
+        fields = ((name, getattr(self, name)) for name in ("scale", "post_scale", "wire", "hook", "given"))
+        return {"stages": [rare(stage._asdict().items()) for stage in self.stages], **rare(fields)}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Reduction:
@@ -209,7 +203,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How the gradients of a module are averaged, whatever their dtype.
+    """How the gradients of a module are averaged, in any dtype.
 
     Args:
         wire: dtype in which they are added up; `None`: their own.
@@ -217,7 +211,7 @@ class Averaging:
             before it is added, or in a collective that averages; in float16 by a part of it, see `before_the_sum`.
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
-        given: it changes often: compiled code is given the factors that follow from it.
+        given: it changes often: compiled code takes the factors that follow from it as arguments.
         hook: key of the functional comm hook that reduces, by the collectives `rounds`, of `ROUNDS`; or `CALLED`.
         scattered: each rank keeps its part of the result only.
     """
@@ -236,11 +230,11 @@ class Averaging:
     ) -> Reduction:
         """The reduction of gradients of one dtype over a group, by its `levels` if it has some.
 
-        What is divided is divided for all ranks together, before and behind all stages; in collectives that average,
-        each stage divides by its own ranks, as FSDP2 does.
+        Factors are applied before and after all stages; in collectives that average, each stage divides by its ranks,
+        as FSDP2 does.
 
         Raises:
-            ConfigError: a flag that travels with the gradients would be divided down to nothing, or be no number.
+            ConfigError: a flag in the same bucket would be divided down to zero, or become NaN.
         """
         if self.hook is not None:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
@@ -248,7 +242,7 @@ class Averaging:
             return Reduction(tuple(rounds), 1.0, hook=self.hook)
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
-        predivisor, given = divisor, 1  # nothing is left to be divided after the sum
+        predivisor, given = divisor, 1
         if (wire or dtype) == "float16" and not self.all_before:
             predivisor, given = before_the_sum(divisor), 2
         # NCCL may return wrong results with AVG and one rank (FSDP2's `_get_gradient_divide_factors`).
@@ -258,13 +252,12 @@ class Averaging:
             if not LEAST_FACTOR <= factor <= MOST_FACTOR:
                 raise ConfigError(
                     f"gradients can be divided by {LEAST_FACTOR:g} to {MOST_FACTOR:g}, got {factor:g} as "
-                    "gradient_divide_factor: float32 has no room for what comes of it."
+                    "gradient_divide_factor: float32 has no room for the result."
                 )
-        if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
-            largest = max(divisor, predivisor)
+        if "float16" in (wire, dtype) and (largest := max(divisor, predivisor)) > MOST_IN_FLOAT16:
             raise ConfigError(
-                f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: "
-                "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
+                f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: the status bits "
+                "in their bucket would become zero. Send them in bfloat16 or float32."
             )
         stages = self._stages(group, backend, world_size, levels, "sum")
         return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
@@ -283,16 +276,16 @@ def scattering(backend: Backend) -> str:
 
 
 def stages_of(group: str, backend: Backend, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
-    """One all-reduce over the group, or what the levels of its network have in its place."""
+    """One all-reduce over the group, or the stages of its levels."""
     return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
 
 def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int]]:
     """In which order buckets launch their stages: a bucket and one of its stages, by number. The same on every rank.
 
-    Whoever launches a stage waits for the one before it, and compute waits with it. So a second stage is launched one
-    bucket later, when its first is over. What hands results back inside a node comes last, behind all that the slow
-    link has to carry: nobody needs it before. Over one link, as by a comm hook, nothing is gained by that.
+    A stage waits for the one before it, and compute waits with it. So a second stage is launched one bucket later, when
+    its first is over. The last stage on two levels, inside a node, comes after all that the slow link has to carry:
+    only the end of the backward needs it. Over one link, as by a comm hook, that would gain nothing.
 
         bucket 0    first         second                        last
         bucket 1           first          second                      last
@@ -313,7 +306,7 @@ def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int
 
 
 def is_handed_back_at_the_end(stages: Sequence[OnLink]) -> bool:
-    """Whether the last stage of a bucket comes behind the first ones of all: another link carries it."""
+    """Whether the last stage of a bucket comes after the first ones of all: another link carries it."""
     return len(stages) > 1 and stages[-1].link != stages[-2].link
 
 
@@ -330,5 +323,5 @@ def before_the_sum(divisor: float) -> float:
 
 
 def mean(group: str, backend: Backend, world_size: int) -> Reduction:
-    """The average over a group. NCCL averages inside the collective; others add what was scaled before."""
+    """The average of float32 gradients over a group."""
     return Averaging().reduction(group, backend, world_size, "float32")

@@ -78,7 +78,7 @@ def test_calibration_is_on_the_device_of_the_group(
 
     def fitted(stages: Any, *, group: dist.ProcessGroup, device: torch.device) -> CostFit:
         devices.append(device.type)
-        return CostFit(AllReduceCost(1e-4, 1e-9), 0.0, 1, 1)
+        return CostFit(AllReduceCost(1e-4, 1e-9), 0.0)
 
     of = {"cpu": GLOO, "cuda": Backend("x", works_on)}
     with group(None):  # before there seems to be a GPU: since torch 2.14 it would be asked for

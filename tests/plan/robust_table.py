@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from dp_compile.plan.buckets import partition_by_size
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.network import ReadyGradient, finish_time, fixed_partition, jobs_of, release_time_bound
+from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound
 from dp_compile.plan.planner import certify, optimal_partition, robust_partition
 from dp_compile.plan.words import BYTES_PER_MB
 
@@ -132,7 +133,8 @@ def ratios(gradients: tuple[ReadyGradient, ...], seconds: float, cost: AllReduce
     """Predicted end over the bound, for each kind of plan on one link."""
     bound_s = release_time_bound(gradients, cost=cost, backward_s=seconds)
     optimal = optimal_partition(gradients, cost=cost, backward_s=seconds)
-    fixed = fixed_partition(gradients, cap_nbytes=25.0 * BYTES_PER_MB, first_cap_nbytes=1.0 * BYTES_PER_MB)
+    sizes = [gradient.nbytes for gradient in gradients]
+    fixed = partition_by_size([None] * len(sizes), sizes, 25.0 * BYTES_PER_MB, 1.0 * BYTES_PER_MB)
     ends = [max(seconds, finish_time(jobs_of(gradients, each, cost))) / bound_s for each in (optimal, fixed)]
     _, robust = robust_partition(gradients, cost=cost, backward_s=seconds)
     off = certify(gradients, optimal, cost=cost, backward_s=seconds).worst_ratio

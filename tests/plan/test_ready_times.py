@@ -33,13 +33,8 @@ from dp_compile.plan.ready_times import (
 SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
 
 
-def test_assumed_from_elements() -> None:
-    times = assumed_times(SPECS)
-    assert times.shares == {0: 0.25, 1: 0.25, 2: 1.0}
-    assert times.backward_s is None
-
-
-def test_medians_of_steps_and_maxima_of_ranks() -> None:
+def test_assumed_from_elements_medians_of_steps_maxima_of_ranks() -> None:
+    assert assumed_times(SPECS).shares == {0: 0.25, 1: 0.25, 2: 1.0}
     steps = [Launches((1.0, 5.0), 9.0), Launches((2.0, 4.0), 8.0), Launches((9.0, 4.5), 7.0)]
     assert typical(steps) == Launches((2.0, 4.5), 8.0)
     assert slowest(steps) == Launches((9.0, 5.0), 9.0)

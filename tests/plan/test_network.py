@@ -1,0 +1,139 @@
+"""What reductions cost: stages on one link or two, their order and timeline, padding, the bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_compile.plan.backends import GLOO, NCCL
+from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, Layout, plan_buckets, plan_single
+from dp_compile.plan.cost import AllReduceCost, Link, nominal_cost, with_levels
+from dp_compile.plan.network import Job, Leg, ReadyGradient, finish_time, launches, legs_of, release_time_bound
+from dp_compile.plan.reduction import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BETWEEN,
+    INSIDE,
+    WHOLE,
+    Averaging,
+    Levels,
+    Stage,
+    launch_order,
+)
+
+LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
+
+
+# --- the order of stages --------------------------------------------------------------------------------------------
+
+
+def levels(count: int) -> list[Stage]:
+    """So many stages, the last of them over another link."""
+    return [*([Stage(ALL_REDUCE, "out", link=BETWEEN)] * (count - 1)), Stage(ALL_GATHER, "in", link=INSIDE)]
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=6))
+def test_each_stage_once_and_in_its_order(stages: list[int]) -> None:
+    order = list(launch_order([levels(count) for count in stages]))
+    assert sorted(order) == [(bucket, stage) for bucket, count in enumerate(stages) for stage in range(count)]
+    for bucket, count in enumerate(stages):
+        assert [stage for each, stage in order if each == bucket] == list(range(count))
+    assert [bucket for bucket, stage in order if stage == 0] == list(range(len(stages)))
+    lasts = [bucket for bucket, stage in order if stage and stage == stages[bucket] - 1]
+    assert order[len(order) - len(lasts) :] == [(bucket, stages[bucket] - 1) for bucket in lasts]
+
+
+def test_over_one_link_the_last_stage_is_one_bucket_late_too() -> None:
+    two = Averaging(hook="a hook", rounds=(ALL_TO_ALL, ALL_GATHER)).reduction("0", GLOO, 3, "float32").stages
+    assert two == (Stage(ALL_TO_ALL, "0", parts=3), Stage(ALL_GATHER, "0", parts=3))
+    assert list(launch_order([two, two, levels(1)])) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
+
+
+# --- padding --------------------------------------------------------------------------------------------------------
+
+
+def specs(levels: Levels | None, *numels: int) -> list[GradientSpec]:
+    key = BucketKey(Averaging().reduction("all", GLOO, 6, "float32", levels), "float32", "cpu")
+    return [GradientSpec(index, f"p{index}", (numel,), (1,), 4, key) for index, numel in enumerate(numels)]
+
+
+def test_a_bucket_divides_into_parts_of_16_elements() -> None:
+    """So that each rank's part starts at 16 bytes, whatever is sent: NCCL is slow where it does not."""
+    plan = plan_buckets(specs(LEVELS, 4, 48, 49), bucket_cap_mb=16 / 2**20, first_bucket_cap_mb=16 / 2**20)
+    assert [bucket.numel for bucket in plan.buckets] == [48, 48, 96]
+    assert [bucket.padding_nbytes for bucket in plan.buckets] == [176, 0, 188]
+    assert [bucket.tensor_numels for bucket in plan_single(specs(LEVELS, 0)).buckets] == [(0,)]
+    assert [bucket.tensor_numels for bucket in plan_single(specs(None, 49)).buckets] == [(49,)]
+    alone = Layout(PACKED.alignment_bytes, frozenset({"p0"}))
+    assert alone.bucket(specs(LEVELS, 4)[0].key, specs(LEVELS, 4), "").tensor_numels == (48,)
+
+
+# --- the timeline ---------------------------------------------------------------------------------------------------
+
+
+def test_two_levels_cost_their_three_stages() -> None:
+    """Four nodes of eight: rings of eight inside, rings of four between for an eighth of the bytes."""
+    fast, slow = Link("fast", 2.0, 400.0), Link("slow", 10.0, 50.0)
+    cost = with_levels(AllReduceCost(1.0, 1.0), fast, slow, ranks_inside=8, nodes=4)
+    levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
+    reduction = Averaging().reduction("", NCCL, 32, "float32", levels)
+    nbytes = 2**30
+    legs = legs_of([reduction.loads(nbytes)], cost)
+    half_inside = 8.4e-6 + 7 * (2e-6 + nbytes / 8 / 400e9)
+    all_between = 8.4e-6 + 2 * 3 * (10e-6 + nbytes / 8 / 4 / 50e9)
+    assert [leg.link for leg in legs] == [INSIDE, BETWEEN, INSIDE]
+    assert [leg.seconds for leg in legs] == pytest.approx([half_inside, all_between, half_inside], rel=1e-12)
+    # A slow link between nodes is what two levels are for.
+    nominal = legs_of([reduction.loads(nbytes)], nominal_cost(NCCL, 32, 8))
+    assert sum(leg.seconds for leg in nominal) < 0.5 * nominal_cost(NCCL, 32).seconds(nbytes)
+
+
+def test_the_two_links_carry_stages_beside_each_other() -> None:
+    """By hand, with 1 s a leg: the second stage of a bucket goes beside the first one of the next.
+
+    inside   0 1 2     0 1 2
+    between    0 1 2
+    """
+    jobs = [Job(number, float(number), (Leg(INSIDE, 1.0), Leg(BETWEEN, 1.0), Leg(INSIDE, 1.0))) for number in range(3)]
+    found = list(launches(jobs, backward_s=2.0))
+    assert [[tuple(stage)[:3] for stage in each.stages] for each in found] == [
+        [(INSIDE, 0.0, 1.0), (BETWEEN, 1.0, 2.0), (INSIDE, 3.0, 4.0)],
+        [(INSIDE, 1.0, 2.0), (BETWEEN, 2.0, 3.0), (INSIDE, 4.0, 5.0)],
+        [(INSIDE, 2.0, 3.0), (BETWEEN, 3.0, 4.0), (INSIDE, 5.0, 6.0)],
+    ]
+    assert finish_time(jobs, backward_s=2.0) == 6.0
+    # From 2 to 4 compute waits for the first two stages of the last bucket, then for what is gathered.
+    assert [each.waited_s for each in found] == [0.0, 1.0, 3.0]
+
+
+def test_who_launches_a_stage_waits_for_the_one_before_and_compute_with_it() -> None:
+    """The first stage of the first bucket takes longer than compute needs to come to the second bucket."""
+    jobs = [
+        Job(0, 0.0, (Leg(INSIDE, 5.0), Leg(BETWEEN, 1.0), Leg(INSIDE, 1.0))),
+        Job(1, 1.0, (Leg(WHOLE, 1.0),)),
+        Job(2, 3.0, (Leg(WHOLE, 1.0),)),
+    ]
+    first, second, third = launches(jobs, backward_s=4.0)
+    assert (second.ready_s, second.start_s) == (1.0, 5.0)
+    # The second stage is launched after bucket 1 and waits until 5; compute goes on from 1 there.
+    assert third.ready_s == 3.0 + 4.0
+    assert [stage.start_s for stage in first.stages] == [0.0, 6.0, 8.0]
+    assert first.waited_s + second.waited_s + third.waited_s == pytest.approx(finish_time(jobs, backward_s=4.0) - 4.0)
+
+
+# --- the bound ------------------------------------------------------------------------------------------------------
+
+
+def bound_of(given: list[tuple[float, int]], backward_s: float, keys: str = "aa") -> float:
+    gradients = [ReadyGradient(nbytes, ready, key) for (ready, nbytes), key in zip(given, keys, strict=False)]
+    return release_time_bound(gradients, cost=AllReduceCost(0.5, 0.1), backward_s=backward_s)
+
+
+def test_the_bound_by_hand() -> None:
+    assert bound_of([], 3.0) == 3.0
+    assert bound_of([(1.0, 10), (2.0, 1)], 2.0) == pytest.approx(1.0 + 0.5 + 1.1)
+    assert bound_of([(1.0, 10), (9.0, 1)], 2.0) == pytest.approx(9.0 + 0.5 + 0.1)
+    assert bound_of([(1.0, 10), (2.0, 1)], 2.0, keys="ab") == pytest.approx(3.1)
+    assert bound_of([(1.0, 1), (2.0, 1)], 99.0) == 99.0
