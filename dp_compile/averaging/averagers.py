@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as hierarchical
 
-from dp_compile.averaging.exchange import Exchange, parameters_in, tell_modules
+from dp_compile.averaging.exchange import Exchange, note_equal, parameters_in
 from dp_compile.errors import ConfigError
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -115,5 +115,5 @@ def _average(exchange: Exchange, params: Params, step: int, process_group: dist.
     if not exchange.has_met:
         exchange.meet(parameters, step)
     if process_group is not None:
-        exchange.average(parameters, step, process_group, may_cross=True)
-        tell_modules(parameters, process_group)
+        exchange.average(parameters, step, process_group)
+        note_equal(parameters, process_group)

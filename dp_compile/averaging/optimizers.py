@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers
 
-from dp_compile.averaging.exchange import Exchange, parameters_in, tell_modules
+from dp_compile.averaging.exchange import Exchange, note_equal, parameters_in
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.comm_hooks.state import check_alike, initial_state
 from dp_compile.engine.guards import fingerprints
@@ -230,7 +230,7 @@ class _OuterStep(averagers.ModelAverager):
             self._exchange.meet(parameters, self.step, outer_parameters=start)
         if (self.step + 1) % self.every == 0:
             self._step(parameters)
-            tell_modules(parameters_in(params), self.process_group)
+            note_equal(parameters_in(params), self.process_group)
         self.step += 1
 
     def _step(self, parameters: list[torch.Tensor]) -> None:

@@ -105,9 +105,7 @@ class InBackward:
 def begin(replica: Replica) -> None:
     """A backward of the module begins: its optimizers may refuse it."""
     if replica.after.updates:
-        if not all(each.is_alive for each in replica.after.updates):
-            replica.arrive()  # an average that is in flight outlives the optimizer that lets it cross
-            replica.after.updates = [each for each in replica.after.updates if each.is_alive]
+        replica.after.updates = [each for each in replica.after.updates if each.is_alive]
         for each in () if replica.rehearses else replica.after.updates:
             each.begin()
 

@@ -1,7 +1,5 @@
 """Updates that a backward has left: kept until their gradients arrive, done before anybody reads the parameters.
 
-Averages of parameters that were left behind a step are kept and waited for in the same way (`averaging/exchange.py`).
-
 Readers wait (`docs/optimizers.md` lists them): a forward in one graph of the backend `dp_compile` by an op before each
 first read; any other forward, methods of the module that hand out parameters, calls of its parts, the next backward and
 the optimizer's `state_dict()` for everything.
@@ -20,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -96,7 +94,7 @@ class Deferred:
             self.keep(left)
 
     def keep(self, left: Pending) -> None:
-        """Keep something until it arrives, or somebody comes for it."""
+        """Keep something until it arrives, or a reader waits for it."""
         self._left.append(left)
 
     def ended(self) -> None:
@@ -107,28 +105,13 @@ class Deferred:
             sum(left.nbytes for left in self._left),
             frozenset(index for left in self._left for index in left.indices),
         )
-        self._depart(self._left)
-
-    def leave_behind(self, left: Pending) -> bool:
-        """Keep what came behind a step, if the last forward waited for each parameter by itself. Whether it does."""
-        if self.last.stayed:
-            self.keep(left)
-            self._depart([left])
-        return bool(self.last.stayed)
-
-    def _depart(self, departing: Sequence[Pending]) -> None:
-        for left in departing:
+        for left in self._left:
             left.depart()
-        if departing and (root := departing[0].replica.outline.root()) is not None:
-            _put_hooks(root, departing[0].replica)
+        if self._left and (root := self._left[0].replica.outline.root()) is not None:
+            _put_hooks(root, self._left[0].replica)
 
     def forward_runs(self, *, whole: bool) -> None:
         self._stays = whole
-
-    def step_begins(self) -> None:
-        """What was left behind another step is not for this one to write on; what its own backward left stays."""
-        if any(not left.of_backward for left in self._left):
-            self.arrive()
 
     def step_ended(self) -> None:
         """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
@@ -139,7 +122,7 @@ class Deferred:
 
     @property
     def has_in_flight(self) -> bool:
-        return any(each.of_backward and not each.is_over for each in self._left)
+        return any(not each.is_over for each in self._left)
 
     def arrive(self) -> None:
         """Let nothing be in flight."""
@@ -188,7 +171,7 @@ class DeferredWork:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Pending(ABC):
-    """What a backward, or an average behind a step, has left of some parameters. Holds them as long as that is so.
+    """What a backward has left of some parameters. Holds them as long as that is so.
 
     `indices`: of the parameters. `buckets`: by their numbers in the plan, those that it is of. `told`: who hears of the
     backward.
@@ -204,10 +187,6 @@ class Pending(ABC):
     versions: tuple[tuple[int, int], ...] = ()
     """Where each of them lay then, and how often it had been written to."""
     is_over: bool = False
-    what: ClassVar[str]
-    """What is left of a parameter, in a word."""
-    of_backward: ClassVar[bool] = True
-    """Whether a backward has left it, and not somebody behind a step."""
 
     @property
     @abstractmethod
@@ -258,7 +237,7 @@ class Pending(ABC):
                     raise
                 names = self.replica.name_list(self.indices)
                 self.deferred.failed = self.deferred.failed or (
-                    f"the {self.what} of {names} failed ({type(error).__name__}), which was left for the next forward. "
+                    f"the update of {names} failed ({type(error).__name__}), which was left for the next forward. "
                     "The model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
                     "this state."
                 )
@@ -286,19 +265,18 @@ class Pending(ABC):
         written = [index for index, before, now in pairs if before != now]
         if written:
             raise ReductionError(
-                f"{self.replica.name_list(written)} changed while an {self.what} was in flight (overlap_forward=True). "
+                f"{self.replica.name_list(written)} changed while an update was in flight (overlap_forward=True). "
                 "Call dp_compile.optim.synchronize(model) before parameters are changed past the module's methods."
             )
 
     def _finish(self) -> None:
         numbers = " and ".join(map(str, self.buckets))
-        whose = f"bucket {numbers} {self.what}" if numbers else self.what  # an average's buckets are not of the plan
         # The first read may be in inference mode; what the optimizer remembers must not be of that. Or in Dynamo, which
         # looks at the module's buffers while it traces; under a mode of fake tensors; or in a transform of torch.func.
         with (
             compiler.not_compiling(),
             autograd.as_outermost_code(),
-            autograd.named_range(f"dp_compile::{whose}, in the next forward"),
+            autograd.named_range(f"dp_compile::bucket {numbers} update, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
             self.replica.local.updating(self.indices),
@@ -315,7 +293,6 @@ class PendingUpdate(Pending):
     options: tuple[dict[str, Any], ...]
     on_its_way: tuple[tuple[int, Bucket, torch.Tensor], ...]
     """Buckets with their numbers in the plan, and what each was launched with."""
-    what = "update"
 
     @property
     def nbytes(self) -> int:

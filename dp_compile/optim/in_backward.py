@@ -406,8 +406,6 @@ class InBackward:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_step(optimizer, args, kwargs)
         self._check_gradients(optimizer)
-        if self.deferred is not None:
-            self.deferred.step_begins()
         if self._max_norm is not None and not self._updated:
             every = [each for group in optimizer.param_groups for each in group["params"]]
             optimizer.total_norm = clip(every, self._max_norm)

@@ -38,14 +38,14 @@ _library.define("part_starts() -> ()")
 
 
 class InFlight(Protocol):
-    """An update whose gradients are on their way, or an average."""
+    """An update whose gradients are on their way."""
 
     def arrive(self) -> None:
         """Wait, and let the parameters be those of the step. Does nothing the second time."""
 
 
 in_flight: dict[int, InFlight] = {}
-"""By the address of each parameter whose update or average is in flight: of all modules, as a forward has no other
+"""By the address of each parameter whose update is in flight: of all modules, as a forward has no other
 key."""
 
 

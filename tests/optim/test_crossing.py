@@ -38,7 +38,7 @@ import dp_compile
 import dp_compile.plan.crossing
 from dp_compile._torch import inductor
 from dp_compile.averaging import PeriodicModelAverager
-from dp_compile.optim.deferred import Pending
+from dp_compile.optim.deferred import Pending, PendingUpdate
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
@@ -230,7 +230,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
 
 def averaged_in_place(model: Any) -> torch.Tensor:
     PeriodicModelAverager(1).average_parameters([model.layers[1].weight])
-    found: torch.Tensor = model.get_parameter("layers.1.weight")  # the average is in flight, too
+    found: torch.Tensor = model.get_parameter("layers.1.weight")
     return found.detach().clone()
 
 
@@ -720,10 +720,30 @@ def dropped(shard: bool) -> None:
         assert left() == 0
 
 
+def lost() -> None:
+    """Of a lost rank what the first wait raises is raised, though the others raise too; nothing stays in flight."""
+    both = crossing()
+    go(both, 0)
+    assert left() > 1
+    wait = PendingUpdate.wait
+
+    def again(self: PendingUpdate) -> None:
+        wait(self)
+        raise RuntimeError("Operation timed out! again")
+
+    failed = mock.Mock(side_effect=RuntimeError("Operation timed out!"))  # gloo's
+    with mock.patch.object(Pending, "_finish", failed), mock.patch.object(PendingUpdate, "wait", again):
+        with pytest.raises(RuntimeError) as error:
+            dp_compile.optim.synchronize(both.ours)
+    assert "again" not in str(error.value)
+    assert left() == 0
+
+
 @pytest.mark.parametrize(
     ("scenario", "args"),
     [
         (optimizer_s_own_state, ()),
+        (lost, ()),
         (of_other_sizes, (False, (1, 1, 2, 1), [LEFT, LEFT, 0, LEFT])),
         (of_other_sizes, (True, (1, 2, 3, 1), [LEFT] * 4)),
         (head_outside, ()),
