@@ -8,7 +8,7 @@ As `chunk_dtensor` and `all_gather_dtensor` of torch's `DTensorExtensions`, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +19,7 @@ from dp_compile.errors import ConfigError
 
 
 def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
-    """A tensor cut along its first dimension over data parallel, beside how tensor parallel has cut it.
+    """A tensor cut along its first dimension over data parallel, in addition to how tensor parallel has cut it.
 
     On a (dp, tp) mesh a parameter with one placement over `tp` gives a DTensor `[Shard(0), placement]`; a plain tensor,
     the same on all ranks, `[Shard(0), Replicate()]`. In memory of its own, without a gradient. Runs collectives over
@@ -35,19 +35,35 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
         ConfigError: `device_mesh` is no slice of a larger mesh, the tensor lies on another one or on the same
             dimensions, or it has no dimension.
     """
-    parent, own = _of_parent(device_mesh)
+    parent, own = _in_parent(device_mesh)
     if not tensor.dim():
         raise ConfigError("chunk() needs a tensor with a first dimension, got one without any. Keep it as it is.")
-    placements = _in_parent(tensor, parent, own)
-    whole = _laid_out(dtensors.own_part(tensor.detach()), parent, placements, tensor.shape, tensor.stride())
+    placements: list[Placement] = [Replicate()] * parent.ndim
+    if isinstance(tensor, DTensor):
+        dims = _dims_in(tensor.device_mesh, parent)
+        if dims is None:
+            raise ConfigError(
+                f"the tensor lies on {tensor.device_mesh}, which is no slice of {parent}, as device_mesh is. Take both "
+                "from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] here."
+            )
+        if set(dims) & set(own):
+            raise ConfigError(
+                f"the tensor is laid out over {_names(tensor.device_mesh)} of the mesh, and device_mesh has a "
+                "dimension of those: its ranks hold different parts. Pass the dimension of data parallel."
+            )
+        for dim, placement in zip(dims, tensor.placements, strict=True):
+            placements[dim] = placement
+    # With the shape of the whole: ranks would guess another one each where they do not share a dimension evenly.
+    shape: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    whole = DTensor.from_local(dtensors.own_part(tensor.detach()), parent, placements, **shape)
     placements[own[-1]] = Shard(0)
     with torch.no_grad():
         part = dtensors.own_part(whole.redistribute(placements=placements)).clone()
-    return _laid_out(part, parent, placements, tensor.shape, tensor.stride())
+    return DTensor.from_local(part, parent, placements, **shape)
 
 
 def gather(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> torch.Tensor:
-    """The inverse of `chunk`: what this rank holds beside tensor parallel, as a plain tensor.
+    """The inverse of `chunk`: this rank's part by tensor parallel, as a plain tensor.
 
     Gathers over data parallel only: what tensor parallel has cut stays cut. Every rank of the parent mesh calls it.
 
@@ -58,60 +74,30 @@ def gather(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> torch.Tensor
     Raises:
         ConfigError: `device_mesh` is no part of a larger mesh, or the tensor does not lie on that.
     """
-    parent, own = _of_parent(device_mesh)
+    parent, own = _in_parent(device_mesh)
     if not isinstance(tensor, DTensor) or tensor.device_mesh != parent:
         where = f"a DTensor on {tensor.device_mesh}" if isinstance(tensor, DTensor) else "a plain tensor"
         raise ConfigError(f"gather() needs a DTensor on {parent}, as chunk() makes it, got {where}.")
-    placements = list(tensor.placements)
-    for place in own:
-        placements[place] = Replicate()
+    placements = [Replicate() if dim in own else each for dim, each in enumerate(tensor.placements)]
     with torch.no_grad():
         return dtensors.own_part(tensor.redistribute(placements=placements))
 
 
-def _laid_out(
-    part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
-) -> DTensor:
-    """With the shape of the whole: ranks would guess another one each where they do not share a dimension evenly."""
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _of_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """The mesh of which another is a part, and which of its dimensions that is."""
+def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """The mesh of which another is a slice, and its dimensions there."""
     parent = dtensors.parent_of(mesh) if isinstance(mesh, DeviceMesh) else None
-    places = None if parent is None or mesh is None or mesh.ndim == parent.ndim else _places(mesh, parent)
-    if parent is None or places is None:
+    dims = None if parent is None or mesh is None or mesh.ndim == parent.ndim else _dims_in(mesh, parent)
+    if parent is None or dims is None:
         given = f"a mesh of {_names(mesh)}" if isinstance(mesh, DeviceMesh) else str(mesh)
         raise ConfigError(
             "device_mesh must be a slice, by name, of a mesh that has other dimensions too: mesh['dp'] of "
             f"init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), got {given}."
         )
-    return parent, places
+    return parent, dims
 
 
-def _in_parent(tensor: torch.Tensor, parent: DeviceMesh, own: tuple[int, ...]) -> list[Placement]:
-    """How a tensor lies over all dimensions of the parent mesh."""
-    placements: list[Placement] = [Replicate()] * parent.ndim
-    if not isinstance(tensor, DTensor):
-        return placements
-    places = _places(tensor.device_mesh, parent)
-    if places is None:
-        raise ConfigError(
-            f"the tensor lies on {tensor.device_mesh}, which is no slice of {parent}, as device_mesh is. Take both "
-            "from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] here."
-        )
-    for place, placement in zip(places, tensor.placements, strict=True):
-        if place in own:
-            raise ConfigError(
-                f"the tensor is laid out over {_names(tensor.device_mesh)} of the mesh, and device_mesh has a "
-                "dimension of those: its ranks hold different parts. Pass the dimension of data parallel."
-            )
-        placements[place] = placement
-    return placements
-
-
-def _places(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
-    """Which dimensions of another mesh a mesh is; `None`: it is no slice of it.
+def _dims_in(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
+    """The dimensions of a slice in its parent; `None`: it is no slice of it.
 
     By names and ranks: what torch keeps of a DTensor may name an equal mesh, sliced from another one.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.comm_hooks.comm_hook import HookFunction
-from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
 from dp_compile.engine.plan_sync import Meeting
 from dp_compile.engine.precision import install_precision, make_precision, precision_of
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.plan.words import BYTES_PER_MB
 from dp_compile.replication.join import join, join_hook
 from dp_compile.replication.module import (
     is_replicated,
@@ -56,13 +54,10 @@ _REFUSED = {
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
-    Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. Gradients are views of their
-    buckets anyway; with `gradient_as_bucket_view=True` these live from one backward to the next, and gradients that
-    somebody keeps stay what they were, which torch's do not with it.
-
-    It passes `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks
-    read, so that `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them.
-    Copies and loaded pickles reduce as well, from their first forward with gradients on.
+    Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. It passes
+    `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks read, so that
+    `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them. Copies and
+    loaded pickles reduce as well, from their first forward with gradients on.
 
     Args:
         module: the module to wrap; also found as `.module`.
@@ -128,7 +123,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        _refuse(unsupported)
+        for name, value in unsupported.items():
+            if name not in _REFUSED:
+                raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{name}'")
+            if value:
+                raise ConfigError(f"{name} is not supported; {_REFUSED[name]}.")
         if dim != 0:
             raise ConfigError(f"dim must be 0, got {dim}. Only the batch dimension is split over ranks.")
         if not init_sync:
@@ -151,14 +150,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             "init_sync_buffers": None if forward_sync_buffers is None else True,
             "mp_policy": mp_policy,
         }
-        self.module = replicate_module(
-            module,
-            given,
-            process_group=process_group,
-            device_mesh=device_mesh,
-            config=config,
-            keeps_class=True,
-        )
+        group: dict[str, Any] = {"process_group": process_group, "device_mesh": device_mesh}
+        self.module = replicate_module(module, given, config=config, keeps_class=True, **group)
         wrap(self, unwrap(self.module))
         config = state_of(self).config
         if device_mesh is not None:
@@ -166,17 +159,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device = next(self.module.parameters()).device
         self.device_type = self.device.type
         on_gpu = self._inputs_to is not None and self._inputs_to.type != "cpu"
-        self.device_ids = [self._inputs_to.index] if self._inputs_to is not None and on_gpu else None
-        self.output_device = self.device_ids[0] if self.device_ids else None
-        self.is_multi_device_module = False
+        self.device_ids = [self.device.index] if on_gpu else None
+        self.output_device = self.device.index if on_gpu else None
         self.dim, self.gradient_as_bucket_view = dim, bool(config.gradient_as_bucket_view)
         self.static_graph = config.static_graph
         self.find_unused_parameters = config.find_unused_parameters and not config.static_graph
         self.broadcast_buffers = self.forward_sync_buffers = config.broadcast_buffers
         self.require_forward_param_sync = False  # buffers are copied after backwards; accelerate sets it
-        total = sum(each.numel() * each.element_size() for each in self.module.parameters())
-        cap_mb = config.bucket_cap_mb or DEFAULT_CAP_MB
-        self.bucket_bytes_cap = total if math.isinf(cap_mb) else int(cap_mb * BYTES_PER_MB)
         self.parameters_to_ignore = set(getattr(unwrap(module), "_ddp_params_and_buffers_to_ignore", ()))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -298,36 +287,24 @@ class DistributedDataParallel(nn.Module, Joinable):
     def require_backward_grad_sync(self, value: bool) -> None:
         state_of(self).sync = bool(value)
 
-    @property
-    def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that are not ignored, by their names in the module."""
-        named = self.module.named_buffers()
-        return {name: buffer for name, buffer in named if name not in self.parameters_to_ignore}
-
-    @property
-    def modules_buffers(self) -> list[torch.Tensor]:
-        """As `named_module_buffers`, without names."""
-        return list(self.named_module_buffers.values())
-
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         distributed.of_torch_ddp("_set_params_and_buffers_to_ignore_for_model")
     )
 
     @property
-    def reducer(self) -> ReducerForFrameworks:
+    def reducer(self) -> _Reducer:
         """Takes the calls with which frameworks arm torch's reducer."""
-        return ReducerForFrameworks()
+        return _Reducer()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Some of what torch's reducer counts, under its names: Lightning reads it, and scripts that log it."""
         state = state_of(self)
-        plan = state.plan if isinstance(state, Replica) else None
+        replica = state if isinstance(state, Replica) else None
         return {
             "world_size": dist.get_world_size(self.process_group),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": "" if plan is None else ", ".join(str(bucket.nbytes) for bucket in plan.buckets),
-            "comm_hook": state.comm_hook.name if isinstance(state, Replica) and state.comm_hook else "",
-            "iteration": state.history.synced_backwards if isinstance(state, Replica) else 0,
+            "bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in replica.plan.buckets) if replica else "",
+            "comm_hook": replica.comm_hook.name if replica and replica.comm_hook else "",
+            "iteration": replica.history.synced_backwards if replica else 0,
         }
 
     def _set_static_graph(self) -> None:
@@ -340,33 +317,22 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = True
 
 
-class ReducerForFrameworks:
-    """Stands where torch's wrapper has its C++ reducer. Nothing has to be armed: every backward is looked at."""
+class _Reducer:
+    """In the place of torch's C++ reducer. Nothing has to be armed: every backward is looked at when it starts."""
 
-    def prepare_for_forward(self) -> None:
-        """Nothing to do."""
+    def prepare_for_forward(self) -> None: ...
 
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Nothing to do: a backward is looked at when it starts."""
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None: ...
 
     def _rebuild_buckets(self) -> bool:
-        """Whether buckets were made anew: not by this call."""
+        """Whether it did: not by this call."""
         return False
 
-    def _delay_all_reduce(self) -> None:
-        """Nothing to do: also the first backward of a static graph has reduced when it ends."""
+    def _delay_all_reduce(self) -> None: ...
 
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
 distributed.count_as_torch_ddp(DistributedDataParallel)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _REFUSED:
-            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{name}'")
-        if value:
-            raise ConfigError(f"{name} is not supported; {_REFUSED[name]}.")
 
 
 def _one_device(

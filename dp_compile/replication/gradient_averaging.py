@@ -113,21 +113,12 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
         raise
     average_by(replica, hook.averaging)
     if hook.is_called:
-        logger.warning(
-            "%s has comm hook %s: it is called with each bucket by hooks that run eagerly, backwards are not captured: "
-            "%s.",
-            name,
-            hook.name,
-            hook.why_called,
-        )
+        what = "it is called with each bucket by hooks that run eagerly, backwards are not captured"
+        logger.warning("%s has comm hook %s: %s: %s.", name, hook.name, what, hook.why_called)
 
 
 def _check_supported(replica: Replica, name: str, hook: CommHook) -> None:
-    """Refuse what a comm hook cannot be combined with.
-
-    Raises:
-        ConfigError: for options, sparse gradients, or DTensors.
-    """
+    """Refuse the options, sparse gradients and DTensors that a comm hook cannot be combined with."""
     has_levels, policy = replica.group.levels is not None, replica.config.mp_policy
     obstacles = {
         "the device_mesh has two dimensions": has_levels,
@@ -162,21 +153,13 @@ def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
 
 
 def refuse_without_reductions(replica: Replica, name: str) -> None:
-    """Refuse a module whose gradients are not reduced at all.
-
-    Raises:
-        ModuleError: they are not.
-    """
+    """Refuse a module whose gradients are not reduced at all."""
     if not replica.reduces_gradients:
         raise ModuleError(f"no gradient of {name} is reduced: how they are averaged has no meaning.")
 
 
 def refuse_parts(replica: Replica, what: str) -> None:
-    """Refuse a module of whose reduced gradients each rank has a part only.
-
-    Raises:
-        ModuleError: it has a sharded optimizer.
-    """
+    """Refuse a module of whose reduced gradients each rank has a part only."""
     if replica.after.parts_to is not None:
         raise ModuleError(
             f"{what} needs whole gradients, but the module of {replica.names[0]} has a sharded optimizer, for which "

@@ -106,7 +106,7 @@ class ReplicaJoinable(Joinable):
         self.replica = replica
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What this rank does once it has no inputs left; see `join` for `divide_by_initial_world_size`."""
+        """See `join` for `divide_by_initial_world_size`."""
         return join_hook(self, self.replica, **kwargs)
 
     @property
@@ -119,19 +119,18 @@ class ReplicaJoinable(Joinable):
 
 
 def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
-    """The hook of a replica that torch's `Join` knows as `member`. Backwards announce themselves from now on.
+    """The hook of a replica that torch's `Join` knows as `member`. Its backwards are announced from now on.
 
     Raises:
-        ModuleError: parts of the module were replicated before.
+        ModuleError: an optimizer has its gradients in parts.
     """
     refuse_parts(replica, "join()")
-    divides_initially = bool(kwargs.get("divide_by_initial_world_size", True))
-    replica.uneven = membership = _Membership(member, replica, divides_initially)
-    return _ShadowHook(membership)
+    replica.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
+    return hook
 
 
-class _Membership:
-    """A replica's part in a join context: announces its backwards, and knows who still has inputs."""
+class _Membership(JoinHook):
+    """A replica in a join context: announces its backwards; without inputs, takes part in those of the others."""
 
     def __init__(self, member: Joinable, replica: Replica, divides_initially: bool) -> None:
         self.replica = replica
@@ -202,27 +201,24 @@ class _Membership:
         """The rank whose buffers count: the highest with inputs, as in torch's DDP inside `join()`."""
         return max(self.active, default=0)
 
-
-class _ShadowHook(JoinHook):
-    """What a rank without inputs does in the place of a step."""
-
-    def __init__(self, membership: _Membership) -> None:
-        self._membership = membership
+    # --- torch's `Join` calls these on a rank without inputs
 
     def main_hook(self) -> None:
-        if self._membership.is_shadowed:
-            self._membership.is_shadowed = False
+        """Shadow one backward of the ranks with inputs."""
+        if self.is_shadowed:
+            self.is_shadowed = False
             return
-        active, words = _meet(self._membership.replica, [])
+        active, words = _meet(self.replica, [])
         replicas = [replica for word in words for replica in owners if _word(replica) == word]
         for replica in replicas:
             if isinstance(replica.uneven, _Membership):
                 replica.uneven.active = active
-                replica.uneven.is_shadowed = replica is not self._membership.replica
+                replica.uneven.is_shadowed = replica is not self.replica
         _shadow(replicas)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        replica = self._membership.replica
+        """Copy the state of the last rank that had inputs."""
+        replica = self.replica
         replica.arrive()  # left before ranks ran out of inputs; one that had none has read nothing since
         process_group = replica.group.process_group
         own = dist.get_rank(process_group) if is_last_joiner else -1

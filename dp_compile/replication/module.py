@@ -54,19 +54,6 @@ class ReplicatedModule:
         for state in states_in(_module(self)):
             state.sync = requires_gradient_sync
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool) -> None:
-        """FSDP2's name. `True` is how it is: a backward with synchronisation reduces over all ranks.
-
-        Raises:
-            ConfigError: `False`: accumulation inside nodes only, for which FSDP2 keeps a part of the sum on each rank.
-        """
-        if requires_all_reduce is not True:
-            raise ConfigError(
-                f"set_requires_all_reduce({requires_all_reduce!r}) is not supported: each rank has whole gradients of "
-                f"{class_name(self)}. Use no_sync() or set_requires_gradient_sync(False) for all micro-steps but the "
-                "last: nothing is sent in them, and the gradients are the same."
-            )
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
         return no_sync(_module(self))
@@ -276,11 +263,7 @@ def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: nn.Module) ->
 
 
 def refuse_traced_backward() -> None:
-    """Refuse a mode of Dynamo in which no gradient would be reduced.
-
-    Raises:
-        ConfigError: it is on.
-    """
+    """Refuse a mode of Dynamo in which no gradient would be reduced."""
     if compiler.trace_autograd_ops():
         raise ConfigError(
             "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
@@ -384,11 +367,7 @@ def find_state(module: nn.Module) -> Replica | Pending | None:
 
 
 def state_of(module: nn.Module) -> Replica | Pending:
-    """As `find_state`.
-
-    Raises:
-        ModuleError: the module is not replicated.
-    """
+    """As `find_state`; a ModuleError if there is none."""
     state = find_state(module)
     if state is None:
         raise ModuleError(f"{class_name(unwrap(module))} is not replicated. Call dp_compile.replicate(module) first.")
@@ -396,11 +375,7 @@ def state_of(module: nn.Module) -> Replica | Pending:
 
 
 def replica_of(module: nn.Module) -> Replica:
-    """The replica of a replicated module.
-
-    Raises:
-        ModuleError: the module is not replicated, or waits for its first forward.
-    """
+    """The replica of a module; a ModuleError if it is not replicated, or waits for its first forward."""
     state = state_of(module)
     if isinstance(state, Pending):
         name = class_name(unwrap(module))
@@ -423,11 +398,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def states_in(module: nn.Module) -> list[Replica | Pending]:
-    """The state of a replicated module, then those of its parts.
-
-    Raises:
-        ModuleError: the module is not replicated.
-    """
+    """The state of a replicated module, then those of its parts."""
     return list(dict.fromkeys([state_of(module), *map(state_of, parts_of(behind(module)))]))
 
 

@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -154,27 +154,18 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 
 def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.Module]:
-    """The ignored modules as a set.
-
-    Raises:
-        ConfigError: not several modules.
-    """
+    """The ignored modules as a set; a ConfigError if something else was given."""
     given = () if ignored_modules is None else ignored_modules
-    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
-        raise ConfigError(f"ignored_modules must hold modules, got {type(given).__name__}. Pass a list: [module].")
-    ignored = list(given)
+    several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
+    ignored: list[Any] = list(given) if several else [given]
     for each in ignored:
-        if not isinstance(each, nn.Module):
-            raise ConfigError(f"ignored_modules must hold modules, got {type(each).__name__}.")
+        if not (several and isinstance(each, nn.Module)):
+            raise ConfigError(f"ignored_modules must hold modules, got {type(each).__name__}. Pass a list: [module].")
     return frozenset(ignored)
 
 
 def device_of(given: int | torch.device, option: str) -> torch.device:
-    """A device that was given as torch's DDP takes them: a number means that GPU.
-
-    Raises:
-        ConfigError: something else was given.
-    """
+    """A device that was given as torch's DDP takes them: a number means that GPU."""
     if isinstance(given, bool) or not isinstance(given, (int, torch.device)) or (isinstance(given, int) and given < 0):
         raise ConfigError(f"{option} must be the number of a GPU or a torch.device, got {given!r}.")
     if isinstance(given, int):
@@ -185,14 +176,9 @@ def device_of(given: int | torch.device, option: str) -> torch.device:
 
 
 def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
-    """Refuse a module that something else keeps in step already, or that shares a parameter with its parts.
+    """Refuse a module that torch's DDP, FSDP or `replicate` manages already, or that shares a parameter with its parts.
 
-    Args:
-        parts: what was replicated before, each with its own options.
-
-    Raises:
-        ModuleError: it, or a submodule that is not ignored, is managed by torch's DDP, FSDP or `replicate`; or the
-            module itself is managed by `fully_shard`; or a tied parameter lies in a part and outside of all.
+    `parts`: what was replicated before. Submodules that `fully_shard` manages are left to it, the module itself is not.
     """
     inside = {below for part in parts for below in part.modules()}
     names: dict[nn.Parameter, list[tuple[bool, str]]] = {}
@@ -220,17 +206,12 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
 def check_selection(
     target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True
 ) -> None:
-    """Refuse what cannot be replicated.
+    """Refuse what cannot be replicated, by name.
 
     Args:
-        device: where the user says that the parameters are, if the user said it.
+        device: where the user says that the parameters are.
         copies_buffers: the first rank's buffers are copied to the others.
         needs_values: refuse the meta device and fake tensors too.
-
-    Raises:
-        ModuleError: nothing to reduce, no values yet, several devices, gradients of a kind that is not supported, an
-            optimizer that torch's `_apply_optimizer_in_backward` made, or a tensor that cannot be copied.
-        ConfigError: the parameters are not on `device`.
     """
     if not target.trainable:
         raise ModuleError(
@@ -303,33 +284,20 @@ def _check_gradient(name: str, parameter: nn.Parameter, *, fake_allowed: bool) -
         )
 
 
-def refuse_sparse(names: Sequence[str], sparse: Iterable[int], what: str) -> None:
-    """Refuse sparse gradients, by name, with something that they cannot be combined with.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    for index in sorted(sparse):
+def refuse_sparse(names: Sequence[str], sparse: Collection[int], what: str) -> None:
+    """Refuse sparse gradients, naming the first, with something that they cannot be combined with."""
+    if sparse:
         raise ConfigError(
-            f"the gradient of {names[index]} is sparse, which {what} cannot be combined with. Build its module with "
-            "sparse=False, or leave that out."
+            f"the gradient of {names[min(sparse)]} is sparse, which {what} cannot be combined with. Build its module "
+            "with sparse=False, or leave that out."
         )
 
 
 # --- where buckets end ------------------------------------------------------------------------------------------
 
 
-def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> frozenset[str]:
-    """The modules that a policy names, by fully qualified name.
-
-    Args:
-        module: the whole.
-        policy: which of its modules are units.
-        left_alone: modules that are not replicated. torch's policies are not asked about them.
-
-    Raises:
-        ConfigError: the policy is none of the kinds above, or answers something else than `True` or `False`.
-    """
+def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module]) -> frozenset[str]:
+    """The modules that a policy names, by fully qualified name. torch's policies are not asked about `left_alone`."""
     named = [(fully_qualified(name), each) for name, each in module.named_modules()]
     if distributed.is_wrap_policy(policy):
         given = distributed.run_wrap_policy(policy, module, set(left_alone))
@@ -346,7 +314,11 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
                 f"bucket_policy must be a function, a set of module classes or a policy of FSDP, got {policy!r}."
             )
         return frozenset(name for name, each in named if isinstance(each, kinds))
-    if _is_recursive(policy):
+    try:
+        is_recursive = "recurse" in inspect.signature(policy).parameters
+    except (TypeError, ValueError):  # a function written in C
+        is_recursive = False
+    if is_recursive:
         wrapped = distributed.run_auto_wrap_policy(policy, module, set(left_alone))
         return frozenset(name for name, each in named if each in wrapped)
     answers = {name: policy(name, each) for name, each in named}
@@ -354,10 +326,3 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
         if not isinstance(answer, bool):
             raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
     return frozenset(name for name, answer in answers.items() if answer)
-
-
-def _is_recursive(policy: Callable[..., bool]) -> bool:
-    try:
-        return "recurse" in inspect.signature(policy).parameters
-    except (TypeError, ValueError):  # a function written in C
-        return False

@@ -19,16 +19,11 @@ from dp_compile.replication.selection import Selection
 
 
 def check_dtensors(target: Selection, group: Group) -> None:
-    """Refuse what cannot be reduced beside tensor parallel.
-
-    Raises:
-        ConfigError: DTensors lie on ranks that the module is replicated over.
-        ModuleError: a parameter is a sum of its parts, or its numbers are complex.
-    """
-    found = {**target.trainable, **target.frozen, **target.buffers}
-    found = {name: tensor for name, tensor in found.items() if dtensors.is_dtensor(tensor)}
+    """Refuse DTensors that lie on ranks the module is replicated over, or that are sums of their parts, or complex."""
     replicated = set(dist.get_process_group_ranks(group.process_group))
-    for name, tensor in found.items():
+    for name, tensor in (target.parameters | target.buffers).items():
+        if not dtensors.is_dtensor(tensor):
+            continue
         shared = sorted(dtensors.ranks_of(tensor) & replicated)
         if len(shared) > 1:
             raise ConfigError(
@@ -36,22 +31,17 @@ def check_dtensors(target: Selection, group: Group) -> None:
                 f"{sorted(replicated)}, these among them: they hold different parts. Replicate over the dimension of "
                 "the mesh that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
             )
-    for name in target.trainable:
-        if name in found and dtensors.is_partial(found[name]):
+        if name in target.trainable and dtensors.is_partial(tensor):
             raise ModuleError(
                 f"{name} is a DTensor with a Partial placement: no rank has its value. Call redistribute() on it with "
                 "Replicate() or Shard(dim) before it becomes a parameter."
             )
-        if name in found and found[name].is_complex():
+        if name in target.trainable and tensor.is_complex():
             raise ModuleError(f"{name} is a complex DTensor; real ones are supported.")
 
 
 def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
-    """Only hooks that cast work on parts of gradients.
-
-    Raises:
-        ConfigError: another one.
-    """
+    """Refuse a comm hook that does more than cast: it would work on parts of gradients."""
     if replica.dtensors and hook.averaging.hook is not None:
         raise ConfigError(
             f"comm hook {hook.name} would see parts of gradients, as {replica.names[min(replica.dtensors)]} is a "
@@ -61,11 +51,7 @@ def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
 
 
 def refuse_dtensors(module: nn.Module, what: str) -> None:
-    """Refuse a module with DTensor parameters by name.
-
-    Raises:
-        ConfigError: it has some.
-    """
+    """Refuse a module with DTensor parameters, naming the first, with what does not support them."""
     for name, parameter in module.named_parameters():
         if dtensors.is_dtensor(parameter):
             raise ConfigError(

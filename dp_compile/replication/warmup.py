@@ -1,4 +1,4 @@
-"""Compile everything that training will need before it starts, on all ranks, and leave no trace.
+"""Compile everything that training will need before it starts, without side effects on model, optimizer or RNG state.
 
     for each batch: { reduced, inside no_sync() } x { gradients None, kept from a reduction, kept from no_sync() }
 
@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import autograd, compiler
-from dp_compile.engine.plan_sync import Statement, agree, table_in_backward
+from dp_compile.engine.plan_sync import agree_in_call
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.plan.words import count
@@ -33,8 +32,6 @@ logger = logging.getLogger("dp_compile.warmup")
 BatchT = TypeVar("BatchT")
 MOST_ROUNDS: Final = 8
 """Each dynamic size that torch finds takes up to two rounds."""
-
-_calls: Counter[str] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def warmup(
         module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are warmed up, too.
         batches: an example of each shape, the same number on every rank. Two values of a size make it dynamic.
         loss: computes the loss of a batch exactly as the training loop does, autocast included:
-            `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled anew.
+            `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled again.
         accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
         gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
 
@@ -87,30 +84,37 @@ def warmup(
     if not examples:
         raise ConfigError("warmup() needs at least one batch, got none.")
     kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
-    done = _meet(replica, {"batches": len(examples), "backwards": kinds})
+    agree_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
     made = [_made()]
-    with _without_a_trace(unwrap(module), replicas):
+    with _without_side_effects(unwrap(module), replicas):
         versions = _versions(module)
         started, of = time.monotonic(), len(examples) * len(kinds)
         while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
             for number, (batch, (synced, kept)) in enumerate(itertools.product(examples, kinds), start=1):
-                _prepare(replicas, kept=kept)
-                graphs, place = compiler.compiled_graphs(), f"round {len(made)}: backward {number} of {of}"
+                graphs = compiler.compiled_graphs()
+                for each in replicas:
+                    for parameter in () if kept else each.parameters:
+                        parameter.grad = None
+                    # A plan that waits for the second backward is made here, one that waits for measurements is not.
+                    each.history.synced_backwards = min(each.history.synced_backwards, 1)
                 with contextlib.nullcontext() if synced else no_sync(module):
                     value = loss(batch)
-                    _check_same(versions, _versions(module))
+                    # Before the backward: nothing is reduced yet, and no other guard names another cause.
+                    if changed := [name for name, version in _versions(module).items() if versions[name] != version]:
+                        raise ConfigError(
+                            f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no "
+                            "optimizer step."
+                        )
                     value.backward()
                 if new := compiler.compiled_graphs() - graphs:
-                    so_far = time.monotonic() - started
+                    place, so_far = f"round {len(made)}: backward {number} of {of}", time.monotonic() - started
                     logger.info("warm-up, %s compiled %s, %.1f s so far", place, count(new, "graph"), so_far)
             made.append(_made())
-    done()
+    agree_in_call(replica, {}, "the end of warmup()")
     for each in replicas:
         each.is_warmed_up = True
-    settled = made[-1] == made[-2]
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
-    backwards = (len(made) - 1) * len(examples) * len(kinds)
-    return WarmupRecord(backwards, captures, graphs, settled)
+    return WarmupRecord((len(made) - 1) * of, captures, graphs, settled=made[-1] == made[-2])
 
 
 def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:
@@ -133,36 +137,8 @@ def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
     return not bool(is_new.item())
 
 
-def _meet(replica: Replica, statement: Statement) -> Callable[[], None]:
-    """Wait until all ranks say the same; returns what waits until all ranks are through."""
-    _calls[replica.topic] += 1
-    topic = f"{replica.topic}/warmup/{_calls[replica.topic]}"
-    table = table_in_backward(replica)
-    if table is None:
-        return lambda: None
-    agree(table, topic, statement, call="warmup()")
-    return lambda: agree(table, f"{topic}/done", {}, call="warmup()", verb="finished")
-
-
-def _prepare(replicas: Sequence[Replica], *, kept: bool) -> None:
-    for replica in replicas:
-        for parameter in () if kept else replica.parameters:
-            parameter.grad = None
-        # A plan that waits for the second backward is made here, one that waits for measurements is not.
-        replica.history.synced_backwards = min(replica.history.synced_backwards, 1)
-
-
 def _versions(module: nn.Module) -> dict[str, int]:
     return {name: autograd.version_of(parameter) for name, parameter in unwrap(module).named_parameters()}
-
-
-def _check_same(before: dict[str, int], after: dict[str, int]) -> None:
-    """Before the backward: nothing is reduced then, and no other guard speaks of another cause."""
-    changed = [name for name, version in after.items() if before.get(name) != version]
-    if changed:
-        raise ConfigError(
-            f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no optimizer step."
-        )
 
 
 def _made() -> tuple[int, int]:
@@ -170,15 +146,31 @@ def _made() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _without_a_trace(module: nn.Module, replicas: Sequence[Replica]) -> Iterator[None]:
+def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Iterator[None]:
     """Put back gradients, buffers, random numbers and counters."""
     device = replicas[0].device
     devices = [] if device.type == "cpu" else [device]
+    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        with contextlib.ExitStack() as stack, _same_tensors(module):
+        with contextlib.ExitStack() as stack:
             for replica in replicas:
                 stack.enter_context(_same_counts(replica))
-            yield
+            try:
+                yield
+            finally:
+                for parameter, grad in grads:
+                    parameter.grad = grad
+                with torch.no_grad():
+                    for owner, name, buffer, value in buffers:
+                        buffer.copy_(value)
+                        setattr(owner, name, buffer)  # the forward may have put another tensor in its place
 
 
 @contextlib.contextmanager
@@ -200,23 +192,3 @@ def _same_counts(replica: Replica) -> Iterator[None]:
         replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.history.backwards.update(backwards)
         replica.revisions.launches, replica.local.used = launches, used
-
-
-@contextlib.contextmanager
-def _same_tensors(module: nn.Module) -> Iterator[None]:
-    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
-    owners = [
-        (owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    values = [buffer.clone() for _, _, buffer in owners]
-    try:
-        yield
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
-        with torch.no_grad():
-            for (owner, name, buffer), value in zip(owners, values, strict=True):
-                buffer.copy_(value)
-                setattr(owner, name, buffer)  # the forward may have put another tensor in its place

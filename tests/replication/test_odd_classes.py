@@ -71,11 +71,11 @@ class OurNames(Plain):
         self.no_sync, self.module, self._orig_mod = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)
         self.register_comm_hook = nn.Parameter(torch.ones(4))
 
-    def set_requires_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def set_requires_gradient_sync(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.register_comm_hook
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.set_requires_all_reduce(self._orig_mod(self.module(self.no_sync(self.layer(x)))))
+        return self.set_requires_gradient_sync(self._orig_mod(self.module(self.no_sync(self.layer(x)))))
 
 
 def graph_module() -> nn.Module:
