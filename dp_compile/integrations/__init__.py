@@ -3,8 +3,7 @@
 | file              | what it is for                                                  |
 |-------------------|-----------------------------------------------------------------|
 | `accelerate.py`   | a subclass of accelerate's `Accelerator`                        |
-| `checks.py`       | what all of them refuse                                         |
-| `first_step.py`   | what all of them say once                                       |
+| `common.py`       | what all of them refuse, choose and watch                       |
 | `lightning.py`, `pytorch_lightning.py` | `strategy="dp_compile"` of Lightning's twins           |
 | `strategies.py`   | what these two have in common                                   |
 | `torchtitan.py`   | a `parallelize_fn` for torchtitan's model specs                 |

@@ -24,10 +24,9 @@ from accelerate.utils.other import has_repeated_blocks, is_repeated_blocks
 from torch import nn
 
 from dp_compile._torch.module_calls import compile_in_place
-from dp_compile.config import BACKENDS, ReplicateConfig
+from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
-from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
-from dp_compile.integrations.first_step import watch_first_step
+from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, watch_first_step
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import unwrap
 
@@ -50,8 +49,8 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     its reductions becomes one graph; regional compilation compiles the blocks where they are. After the first step one
     line at INFO says which way backwards go, and that parameters are equal on all ranks.
 
-    Three methods do more than accelerate's: `trigger_sync_in_backward` also finds the wrapper behind a compiled model,
-    `unwrap_model` leaves it there, and `join_uneven_inputs` works on CPUs too.
+    `trigger_sync_in_backward` and `join_uneven_inputs` also find the wrapper in a compiled model, and `unwrap_model`
+    leaves it there.
 
     Args:
         args: as accelerate's.
@@ -63,17 +62,13 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         ConfigError: models are to be sharded, or split otherwise; or arguments would have no effect.
     """
 
-    _is_joining = False
-
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plugin = kwargs.get("dynamo_plugin")
         self._set_up(replicate_config, kwargs.get("dynamo_backend") if plugin is None else plugin.backend.value)
 
     def _set_up(self, replicate_config: ReplicateConfig | None, backend: str | None) -> None:
-        if not isinstance(replicate_config, ReplicateConfig | None):
-            raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(replicate_config).__name__}.")
-        self.replicate_config = replicate_config
+        self.replicate_config = options(replicate_config, self.state.dynamo_plugin.backend.value.lower())
         _refuse_other_parallelism(self)
         _refuse_other_compiler(self, backend)
         if self.ddp_handler is not None:
@@ -83,15 +78,10 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def take_over(
         cls, accelerator: AcceleratesOwn, replicate_config: ReplicateConfig | None = None, backend: str | None = None
     ) -> AcceleratesOwn:
-        """Let an `Accelerator` that somebody else made, and that has prepared no model yet, become one of these.
+        """Let an `Accelerator` of accelerate's own, which has prepared no model yet, become one of these.
 
-        Args:
-            accelerator: accelerate's own; it is changed and returned.
-            replicate_config: as for the class.
-            backend: what it was asked to compile with, if anything.
-
-        Raises:
-            ConfigError: it is of a class of its own, or what the class refuses.
+        `backend`: what it was asked to compile with, if anything. Raises a ConfigError where the class does, and for an
+        object of another class.
         """
         if type(accelerator) is not AcceleratesOwn:
             kind = type(accelerator)
@@ -121,8 +111,12 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         if _PLAIN_FORWARD in vars(inner) and _PREPARED not in vars(inner):  # prepared once, by a wrapper that is gone
             # unwrap_model(keep_fp32_wrapper=False) would take off what the model's author decorated it with, too.
             inner.forward = vars(inner).pop(_PLAIN_FORWARD)
-        with self._without_compiler():
+        plugin = self.state.dynamo_plugin
+        before, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
             prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        finally:
+            plugin.backend = before
         # The mark is the wrapper's: the model alone, given again, is not what was prepared.
         vars(unwrap(prepared)).pop(_PREPARED, None)
         wrapped = self._wrap(prepared) if any(each.requires_grad for each in prepared.parameters()) else prepared
@@ -147,48 +141,22 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         inner = super().unwrap_model(wrapper, keep_fp32_wrapper, keep_torch_compile)
         return type(model)(inner, cast(Any, model).dynamo_ctx)
 
-    @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's; compiled models are fine, and so are CPUs, for which accelerate only warns."""
-        with contextlib.ExitStack() as stack:
-            self._is_joining = True
-            try:
-                stack.enter_context(super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches))
-            finally:
-                self._is_joining = False
-            yield
-
-    @property
-    def multi_device(self) -> bool:
-        """accelerate's question whether to wrap with devices, and whether `Join` is possible: that is on CPUs too."""
-        joins = self._is_joining and self.distributed_type == DistributedType.MULTI_CPU
-        return joins or bool(super().multi_device)
-
-    @contextlib.contextmanager
-    def _without_compiler(self) -> Iterator[None]:
-        plugin = self.state.dynamo_plugin
-        before, plugin.backend = plugin.backend, DynamoBackend.NO
-        try:
-            yield
-        finally:
-            plugin.backend = before
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """As accelerate's; compiled models are fine."""
+        found = super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches)
+        return cast(contextlib.AbstractContextManager[None], found)
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        options = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
+        given = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
         if self.device.type != "cpu" and os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") != "true":
-            options |= {"device_ids": [self.device.index], "output_device": self.device.index}
-        wrapped = DistributedDataParallel(model, config=self._config(), **options)
+            given |= {"device_ids": [self.device.index], "output_device": self.device.index}
+        wrapped = DistributedDataParallel(model, config=self.replicate_config, **given)
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapped)
         watch_first_step(wrapped, "accelerate")
         return wrapped
-
-    def _config(self) -> ReplicateConfig:
-        """What compiles the forward compiles the backward as well, unless the user says otherwise."""
-        backend = self.state.dynamo_plugin.backend.value.lower()
-        if self.replicate_config is not None:
-            return self.replicate_config
-        return ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
 
     def _compile(self, model: nn.Module) -> nn.Module:
         plugin = self.state.dynamo_plugin

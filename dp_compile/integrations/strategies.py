@@ -13,11 +13,8 @@ from torch import nn
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
-from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
-from dp_compile.integrations.first_step import watch_first_step
+from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, take_off, watch_first_step
 from dp_compile.replication.ddp import DistributedDataParallel
-from dp_compile.replication.module import is_replicated
-from dp_compile.replication.replicate import unreplicate
 
 NAME = "dp_compile"
 """What `strategy=` is given."""
@@ -27,10 +24,8 @@ class _Wrapping:
     """Of both kinds: how a model is wrapped."""
 
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
-        if not isinstance(replicate_config, ReplicateConfig | None):
-            raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(replicate_config).__name__}.")
+        self.replicate_config = options(replicate_config)
         super().__init__(*args, **kwargs)
-        self.replicate_config = replicate_config
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         this: Any = self
@@ -78,8 +73,7 @@ class TrainerStrategy(_Wrapping):
         """As Lightning's; nothing of this package stays on the module."""
         wrapper = getattr(self, "model", None)
         super().teardown()  # type: ignore[misc]
-        if isinstance(wrapper, DistributedDataParallel) and is_replicated(wrapper):
-            unreplicate(wrapper)
+        take_off(wrapper)
 
 
 class FabricStrategy(_Wrapping):

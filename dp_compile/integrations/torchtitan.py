@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dp_compile._torch import compiler
-from dp_compile.config import BACKENDS, ReplicateConfig
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
-from dp_compile.integrations.first_step import watch_first_step
+from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, watch_first_step
 from dp_compile.replication.module import Installed, ReplicatedModule
 from dp_compile.replication.replicate import replicate
 
@@ -134,12 +133,8 @@ def _micro_steps(training: Any, ranks: int) -> int:
 
 
 def _config(given: ReplicateConfig | None, compile_config: Any) -> ReplicateConfig:
-    """The user's options, with the sum of gradients; what compiles the forward compiles the backward as well."""
-    if not isinstance(given, ReplicateConfig | None):
-        raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(given).__name__}.")
-    if given is None:
-        backend = compile_config.backend
-        given = ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
+    """The user's options, with the sum of gradients."""
+    given = options(given, compile_config.backend)
     if given.gradient_divide_factor not in (None, 1.0):
         raise ConfigError(
             "replicate_config says what gradients are divided by, but torchtitan divides the loss by the tokens of "

@@ -15,10 +15,9 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.integrations.accelerate import Accelerator
-from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
+from dp_compile.integrations.common import refuse_managed, refuse_other_versions, take_off
 from dp_compile.replication.ddp import DistributedDataParallel
-from dp_compile.replication.module import is_replicated, unwrap
-from dp_compile.replication.replicate import unreplicate
+from dp_compile.replication.module import unwrap
 
 refuse_other_versions("transformers")
 
@@ -79,9 +78,7 @@ class DPCompileMixin:
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            wrapper = unwrap(trainer.model_wrapped)
-            if isinstance(wrapper, DistributedDataParallel) and is_replicated(wrapper):
-                unreplicate(wrapper)
+            take_off(unwrap(trainer.model_wrapped))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's.
