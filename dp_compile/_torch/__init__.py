@@ -8,6 +8,5 @@
 | `dynamo`      | compiled autograd, Dynamo, tracing                                 | Dynamo, 1 s                   |
 | `inductor`    | compilers, lowerings                                               | Dynamo and Inductor, 2 to 3 s |
 
-A name that the installed torch lacks is one clear error when its file is loaded. What has no name that could be looked
-up, such as the class of a compiled backward, `engine/probe.py` tries out before it is relied on.
+A name that the installed torch lacks is one clear error when its file is loaded.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +19,8 @@ with named():
     import torch._dynamo.compiled_autograd as _compiled_autograd
     import torch._dynamo.eval_frame as _eval_frame
     import torch._dynamo.guards as _guards
+    from torch._C._dynamo.guards import GlobalStateGuard as _GlobalStateGuard
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
     from torch._dynamo import config as _config
     from torch._dynamo.convert_frame import compile_lock as _compile_lock
     from torch._dynamo.convert_frame import preserve_global_state as _preserving_state
@@ -32,6 +33,7 @@ with named():
     from torch._dynamo.external_utils import unwrap_maybe_dynamic_int as _unwrap_size
     from torch._dynamo.utils import counters as _counters
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
+    from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTensorMeta
     from torch._guards import TracingContext as _TracingContext
     from torch._guards import tracing as _tracing
     from torch._logging._internal import LazyTraceHandler as _TraceFile
@@ -264,12 +266,45 @@ def accumulate_op() -> Any:
     return _compiled_autograd.ops.AccumulateGrad  # type: ignore[attr-defined]
 
 
-def stays_in_graph(target: object) -> bool:
-    """Whether Dynamo leaves a captured graph's call as it is."""
+def stays_in_graph(node: fx.Node) -> bool:
+    """Whether Dynamo leaves a captured graph's call as it is, and has nothing to look at in it in each backward."""
+    target = node.target
     if isinstance(target, _compiled_autograd.Op):
         return not target.is_custom_function
-    is_prologue = getattr(target, "__name__", "") == "call_aot_bwd_prologue"  # made for each, with `allow_in_graph`
-    return isinstance(target, torch._ops.OpOverload) or is_prologue
+    if getattr(target, "__name__", "") == "call_aot_bwd_prologue":  # made for each, with `allow_in_graph`
+        return not _handles_subclasses(node)
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def _handles_subclasses(prologue: fx.Node) -> bool:
+    """Whether what puts the inputs of AOTAutograd's backward into order unwraps tensors of a class of their own."""
+    cells = dict(zip(prologue.target.__code__.co_freevars, prologue.target.__closure__ or (), strict=True))  # type: ignore[union-attr]
+    if "bw_prologue_fn" not in cells:  # torch 2.11 has one function for all forwards, which reads their metadata
+        metadata = cells["metadata"].cell_contents.subclass_tangent_meta
+        return cells["maybe_subclass_metadata"].cell_contents is not None or not _are_plain(metadata)
+    inner = cells["bw_prologue_fn"].cell_contents
+    metadata = inner.__globals__.get("_tangent_metas_")
+    return bool(inner.__closure__) or "_unwrap_" in inner.__globals__ or metadata is None or not _are_plain(metadata)
+
+
+def _are_plain(metadata: Sequence[Any]) -> bool:
+    return all(type(each) is _PlainTensorMeta for each in metadata)
+
+
+class Fits:
+    """Whether inputs are like those that code was made for, and torch in the same state: what Dynamo's guards ask."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        for each in inputs:
+            # torch's guards throw for a tensor without strides, an error of C++ that nothing catches: it goes past each
+            # `finally` of the frames above, or ends the process (torch 2.13).
+            each.stride()
+        self._tensors = _TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._state = _GlobalStateGuard()
+        self._count = len(inputs)
+
+    def __call__(self, inputs: Sequence[Any]) -> bool:
+        return len(inputs) == self._count and self._state.check() and self._tensors.check(*inputs)
 
 
 @contextlib.contextmanager
@@ -331,37 +366,13 @@ def configure_process(settings: Mapping[str, Any]) -> None:
         setattr(_config, name, value)
 
 
-_guards_lock = threading.Lock()
-_untimed: list[Any] = []
-"""How guards are timed, once for each block or process that wants them not to be."""
-
-
 def measure_no_guards() -> None:
     """From now on Dynamo does not time the guards of what it compiles, for its log alone.
 
-    It empties the processor's caches for that, with 32 MiB of its own, in 20 ms: a seventh of what a small model takes
-    to compile, and the peak of a process that has compiled all else. There is no setting for it (torch 2.13).
+    It empties the processor's caches for that, with 32 MiB, in 20 ms: a seventh of what a small model takes to
+    compile. There is no setting for it (torch 2.13).
     """
-    with _guards_lock:
-        _untimed.append(getattr(_guards, "profile_guard_manager", None))
-        _guards.profile_guard_manager = _takes_no_time  # type: ignore[attr-defined, assignment]
-
-
-@contextlib.contextmanager
-def measuring_no_guards() -> Iterator[None]:
-    """The same inside a block; what other threads compile meanwhile goes untimed as well."""
-    measure_no_guards()
-    try:
-        yield
-    finally:
-        with _guards_lock:
-            before = _untimed.pop()
-            if not _untimed:
-                _guards.profile_guard_manager = before  # type: ignore[attr-defined]
-
-
-def _takes_no_time(*arguments: Any) -> float:
-    return 0.0
+    _guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
 
 
 def let_go_of_nodes(graph_module: fx.GraphModule) -> None:

@@ -1,18 +1,18 @@
-"""Every backward of the process passes here: which ones are ours, and which way each of them goes.
+"""Entry of every backward pass of the process: finds the replicated parameters that it reaches, and captures it or not.
 
-The entry is a door in front of the autograd engine. It is there while there are replicated modules, and gone with the
-last one. A backward without our parameters passes untouched.
+The entry stands before the autograd engine while there are replicated modules. A backward without our parameters
+passes untouched.
 
 | forward of the module            | what reduces                                                      |
 |----------------------------------|-------------------------------------------------------------------|
-| compiled, whole or in part       | hooks, traced with the backward into one graph                    |
+| compiled, whole or in part       | hooks, captured with the backward as one graph                    |
 | not compiled; compiled, and the  | hooks, run eagerly: the same collectives, logged once             |
 | capture is not possible, failed, |                                                                   |
 | or not worth its time            |                                                                   |
 
 A backward inside another one, as reentrant checkpointing runs it, is a part of the outermost one: its gradients are
-reduced when that one ends. What is inside is told by the engine: by its own number of the backward that a thread is in,
-and by the stack of calls through the door, for a captured backward has no such number.
+reduced when that one ends. A captured backward has no number of the engine's, and an engine's thread for an accelerator
+does not have our `BackwardState`: a backward is inside another one if it finds either.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +29,7 @@ import torch
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
-from dp_compile.engine import probe, updates
+from dp_compile.engine import updates
 from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.flags import stepped_message
 from dp_compile.engine.guards import check_finite, check_intact, check_parameters, refuse_unreduced
@@ -40,11 +38,10 @@ from dp_compile.engine.hooks import (
     NoArrivals,
     ReductionRound,
     Reporting,
+    await_inner,
     launches_so_far,
     leave,
     reduce_eagerly,
-    refuse_inner_step,
-    round_of_inner_backwards,
 )
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
@@ -52,7 +49,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import is_of_other_ranks, settle
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
+from dp_compile.engine.window import BackwardState, Capturing, current, wait_for_window
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 
 logger = logging.getLogger("dp_compile.backward")
@@ -84,7 +81,7 @@ def compiled_backward() -> Iterator[None]:
         _scope.forced = before
 
 
-# --- the door ---------------------------------------------------------------------------------------------------
+# --- the entry ----------------------------------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
@@ -98,125 +95,111 @@ class _Call(NamedTuple):
     allow_unreachable: bool = False
     accumulate_grad: bool = False
 
-    def run(self) -> tuple[torch.Tensor, ...]:
+    def run(self, *, is_inner: bool = False) -> tuple[torch.Tensor, ...]:
         """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end.
 
         Raises:
             NotImplementedError: the backward is inside a capture of its own thread.
         """
         deadline: float | None = None
-        arguments = (self.tensors, self.grad_tensors, self.keep_graph, self.create_graph, self.inputs)
         while True:
             try:
                 with recomputing():
-                    return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
+                    return autograd.run_engine(*self)
             except NotImplementedError as error:
                 deadline = deadline or time.monotonic() + _CAPTURE_PATIENCE_S
-                if self._is_inner() or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
+                if is_inner or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.002)
-
-    def _is_inner(self) -> bool:
-        """Whether it began inside another backward of its thread."""
-        outermost: _Outermost | None = getattr(_scope, "outermost", None)
-        inside = outermost is not None and outermost.call is not self
-        return inside or autograd.graph_task() != autograd.NO_GRAPH_TASK
 
 
 @compiler.untraced("dp_compile decides at each backward how it is reduced")
 def _enter(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     wait_for_window()
     call = _Call(*args, **kwargs)
-    outermost: _Outermost | None = getattr(_scope, "outermost", None)
-    if outermost is not None:
-        return outermost.run_inner(call)
-    if autograd.graph_task() != autograd.NO_GRAPH_TASK:
-        return _run_inside_the_engine(call)
+    outermost: BackwardState | None = getattr(_scope, "state", None)
+    if outermost is not None or autograd.graph_task() != autograd.NO_GRAPH_TASK:
+        return _run_inner(outermost, call)
     if not len(owners):
         autograd.unwatch_engine()
         return call.run()
-    _scope.outermost = outermost = _Outermost(call)
+    if not call.accumulate_grad:
+        _warn_of_local_gradients(call.inputs)
+    _scope.state = state = _state_of(call)
     try:
-        return outermost.run()
+        return _run_outermost(state, call)
     finally:
-        _scope.outermost = None
+        _scope.state = None
 
 
-@dataclass(eq=False, slots=True)
-class _Outermost:
-    """A backward that is not inside another one, with all that are inside it."""
-
-    call: _Call
-    late: dict[Replica, ReductionRound] = field(default_factory=dict)
-    """Modules that only inner backwards reach."""
-    _nodes: set[Any] = field(default_factory=set)
-    """What is between its tensors and its leaves, once an inner backward asked."""
-
-    def run(self) -> tuple[torch.Tensor, ...]:
-        # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
-        found = _search(self.call) if self.call.accumulate_grad else _NOTHING
-        if not self.call.accumulate_grad:
-            _warn_of_local_gradients(self.call.inputs)
-        try:
-            if found.replicas:
-                return _reduce(found, self.call, self)
-            result = self.call.run()
-            self.finish()
-            return result
-        except BaseException as error:
-            leave({replica: this.launches for replica, this in self.late.items()}, error)
-            raise
-        finally:
-            for replica in self.late:
-                replica.arrivals_in = None
-
-    def run_inner(self, call: _Call) -> tuple[torch.Tensor, ...]:
-        """Run a backward that began inside this one, in the same thread."""
-        replicas = _search(call).replicas if call.accumulate_grad else ()
-        if replicas and current() is not None:
-            self._refuse_shared_nodes(call, replicas)
-        for replica in replicas:
-            self._take_in(replica)
-        return call.run()
-
-    def _take_in(self, replica: Replica) -> None:
-        if replica.arrivals_in is None:
-            refuse_inner_step(replica)
-            if replica.reduces:
-                self.late[replica] = replica.arrivals_in = round_of_inner_backwards(replica)
+def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
+    try:
+        if state.replicas:
+            with Watched(state.synced) as watched:
+                result = _reduce(state, call, watched)
         else:
-            _expect_more(replica)
+            result = call.run()
+            _reduce_late(state)
+    except BaseException as error:
+        leave({replica: this.launches for replica, this in state.late.items()}, error)
+        raise
+    finally:
+        for replica in state.late:
+            replica.arrivals_in = None
+    for replica in state.replicas:
+        if not replica.sync:
+            replica.local.backward_ended()
+        if replica.precision is not None and not call.keep_graph:
+            replica.precision.backward_has_ended()
+    return result
 
-    def _refuse_shared_nodes(self, inner: _Call, replicas: Sequence[Replica]) -> None:
-        """torch 2.13 loses what an inner backward adds to a parameter behind a node that a captured one shares.
 
-        A cast is such a node, by a mixed precision policy or by hand, if it is made once and used inside of a reentrant
-        checkpoint and outside of it.
-        """
-        self._nodes = self._nodes or {each for each in _nodes(self.call.tensors) if autograd.leaf_behind(each) is None}
-        shared = self._nodes & _nodes(inner.tensors)
-        found = sorted(
-            (replica.names[index], node.name())
-            for node in shared
-            for replica in replicas
-            for index in _reached([node], replica)
+def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tensor, ...]:
+    """Run a backward that began inside another one.
+
+    Args:
+        outermost: that one; `None` in an engine's thread for an accelerator, or where C++ entered the engine.
+        call: the one inside.
+    """
+    replicas = _state_of(call).replicas
+    if outermost is not None and replicas and current() is not None:
+        _refuse_shared_nodes(outermost, call, replicas)
+    for replica in replicas:
+        await_inner(replica, None if outermost is None else outermost.late)
+    return call.run(is_inner=True)
+
+
+def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Sequence[Replica]) -> None:
+    """torch 2.13 loses what an inner backward adds to a parameter behind a node that a captured one shares.
+
+    A cast is such a node, by a mixed precision policy or by hand, if it is made once and used inside of a reentrant
+    checkpoint and outside of it.
+    """
+    if outermost.nodes is None:
+        outermost.nodes = {each for each in _nodes(outermost.outputs) if autograd.leaf_behind(each) is None}
+    found = sorted(
+        (replica.names[index], node.name())
+        for node in outermost.nodes & _nodes(inner.tensors)
+        for replica in replicas
+        for index in _reached([node], replica)
+    )
+    if found:
+        name, through = found[0]
+        raise ReductionError(
+            f"a backward inside a captured backward, as of reentrant checkpointing, reaches the parameter {name} "
+            f"through {through}, which the captured one goes through too: gradients would be lost. Use "
+            "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
         )
-        if found:
-            name, through = found[0]
-            raise ReductionError(
-                f"a backward inside a captured backward, as of reentrant checkpointing, reaches the parameter {name} "
-                f"through {through}, which the captured one goes through too: gradients would be lost. Use "
-                "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
-            )
 
-    def finish(self) -> None:
-        """Reduce what only inner backwards reached: the last of them has ended."""
-        for replica, reduction_round in self.late.items():
-            replica.history.backwards["eager hooks"] += 1
-            with Watched([replica]), updates.OneBackward([replica], keep_graph=False):
-                reduction_round.finish()
-                replica.arrivals_in = None
-                _complete(replica, ())
+
+def _reduce_late(state: BackwardState) -> None:
+    """Reduce what only inner backwards reached: the last of them has ended."""
+    for replica, reduction_round in state.late.items():
+        replica.history.backwards["eager hooks"] += 1
+        with Watched([replica]), updates.OneBackward([replica], keep_graph=False):
+            reduction_round.finish()
+            replica.arrivals_in = None
+            _complete(replica, ())
 
 
 def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
@@ -236,144 +219,82 @@ def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
         )
 
 
-def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
-    """Run a backward inside one that did not come through the door in this thread.
-
-    A thread of the engine's own works for an accelerator; or somebody entered the engine in C++.
-    """
-    for replica in _search(call).replicas if call.accumulate_grad else ():
-        if replica.arrivals_in is not None:
-            _expect_more(replica)
-            continue
-        refuse_inner_step(replica)
-        if replica.reduces:
-            reduction_round = replica.arrivals_in = round_of_inner_backwards(replica)
-            reduction_round.graph_task = autograd.graph_task()
-            autograd.queue_after_backward(reduction_round.finish)
-    return call.run()
+# --- one backward of ours -----------------------------------------------------------------------------------------
 
 
-def _expect_more(replica: Replica) -> None:
-    """An inner backward is about to add gradients to those of a backward that is under way."""
-    arrivals = replica.arrivals_in
-    if isinstance(arrivals, ReductionRound):
-        arrivals.is_held = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a backward reaches: replicated modules, in launch order, and whether AOTAutograd compiled any of it."""
-
-    replicas: tuple[Replica, ...]
-    compiled: bool
-
-
-_NOTHING = _Found((), compiled=False)
-
-
-# --- one backward of ours ---------------------------------------------------------------------------------------
-
-
-def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Tensor, ...]:
-    probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
-    synced = [replica for replica in found.replicas if replica.reduces]
-    with Watched(synced) as watched:
-        _check_alone(found.replicas)
-        for replica in synced:
-            replica.check_group()
-        start = _Start(found, synced, call)
-        try:
-            with updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
-                for replica in synced:
-                    _check_inputs(replica, call)
-                start.meet()
-                watched.count_from_here()
-                result = _run(found, call)
-                outermost.finish()
-                for replica in synced:
-                    start.completed.append(replica)
-                    _complete(replica, call.tensors)
-        except BaseException as error:
-            start.leave(error)
-            raise
-    for replica in found.replicas:
-        _end(replica, call)
+def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.Tensor, ...]:
+    _check_alone(state.replicas)
+    for replica in state.synced:
+        replica.check_group()
+    try:
+        with updates.OneBackward(state.replicas, keep_graph=call.keep_graph) as state.wanted:
+            for replica in state.synced:
+                _check_inputs(replica, call)
+            _meet(state)
+            watched.count_from_here()
+            result = _run(state, call)
+            _reduce_late(state)
+            for replica in state.synced:
+                state.completed.append(replica)
+                _complete(replica, call.tensors)
+    except BaseException as error:
+        _leave(state, error)
+        raise
     return result
 
 
-@dataclass(eq=False, slots=True)
-class _Start:
-    """Where ranks talk to each other before a backward is reduced, and where one of them leaves that fails."""
-
-    found: _Found
-    synced: Sequence[Replica]
-    call: _Call
-    completed: list[Replica] = field(default_factory=list)
-    """Those whose gradients are reduced, and what follows that has begun."""
-    _has_begun: bool = False
-    _has_met: bool = False
-    _launches: list[int] = field(default_factory=list)
-
-    def meet(self) -> None:
-        """The order is a protocol: ranks without inputs hear of the backward first, then plans change."""
-        self._has_begun = True
-        for replica in self.synced:
-            replica.local.begin()
-        _announce(self.synced)
-        for replica in self.synced:
-            revise_if_due(replica)
-            _compare_after_step(replica)
-        self._launches = list(map(launches_so_far, self.synced))
-        self._has_met = True
-
-    def leave(self, error: BaseException) -> None:
-        """The backward failed on this rank: complete its part in the collectives of the others."""
-        if not any(replica.group.has_others for replica in self.synced):
-            return
-        if is_of_other_ranks(error) or (self._has_begun and not self._has_met):
-            # They do not come, or hear of it where they meet.
-            leave({replica: 0 for replica in self.synced if self._has_met and replica.local.reduced}, error)
-            return
-        try:
-            if not self._has_met:
-                self.meet()
-            launches = dict[Replica, int]()
-            for replica, before in zip(self.synced, self._launches, strict=True):
-                # Modules that share a group launch one after the other.
-                earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
-                stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
-                launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
-            settle([replica for replica in self.synced if replica.local.reduced is None])
-            leave(launches, error)
-            self._follow(error)
-        except Exception as another:
-            if is_of_other_ranks(another):
-                raise
-            logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
-
-    def _follow(self, error: BaseException) -> None:
-        """Where other ranks have the gradients, take part in what they do with them."""
-        others = [replica for replica in self.synced if replica.local.reduced]
-        for replica in others:
-            if replica not in self.completed:
-                with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
-                    complete_backward(replica, {})
-        for replica in others:
-            for each in replica.after.updates if replica.after.wanted and not replica.rehearses else ():
-                each.left_out(error)
+def _meet(state: BackwardState) -> None:
+    """Where ranks talk before a backward is reduced. The order is a protocol: ranks without inputs hear of it first."""
+    state.is_announced = True
+    for replica in state.synced:
+        replica.local.begin()
+    for uneven in [replica.uneven for replica in state.synced if replica.uneven is not None][:1]:
+        uneven.announce(state.synced)
+    for replica in state.synced:
+        revise_if_due(replica)
+        if replica.after.updates and replica.history.synced_backwards:
+            check_parameters(replica)  # between a backward and `step()` ranks may have done other parts of an update
+    state.launches = list(map(launches_so_far, state.synced))
 
 
-def _end(replica: Replica, call: _Call) -> None:
-    if not replica.sync:
-        replica.local.backward_ended()
-    if replica.precision is not None and not call.keep_graph:
-        replica.precision.backward_has_ended()
+def _leave(state: BackwardState, error: BaseException) -> None:
+    """The backward failed on this rank: complete its part in the collectives of the others."""
+    synced = state.synced
+    if not any(replica.group.has_others for replica in synced):
+        return
+    if is_of_other_ranks(error) or (state.is_announced and state.launches is None):
+        # They do not come, or hear of it where they meet.
+        leave({each: 0 for each in synced if state.launches is not None and each.local.reduced}, error)
+        return
+    try:
+        if state.launches is None:
+            _meet(state)
+        assert state.launches is not None
+        launches = dict[Replica, int]()
+        for replica, before in zip(synced, state.launches, strict=True):
+            # Modules that share a group launch one after the other.
+            earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
+            stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
+            launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
+        settle([replica for replica in synced if replica.local.reduced is None])
+        leave(launches, error)
+        _follow(state, error)
+    except Exception as another:
+        if is_of_other_ranks(another):
+            raise
+        logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
 
 
-def _compare_after_step(replica: Replica) -> None:
-    """Between a backward and `step()` ranks may have done other parts of an update: then they differ."""
-    if replica.after.updates and replica.history.synced_backwards:
-        check_parameters(replica)
+def _follow(state: BackwardState, error: BaseException) -> None:
+    """Where other ranks have the gradients, take part in what they do with them."""
+    others = [replica for replica in state.synced if replica.local.reduced]
+    for replica in others:
+        if replica not in state.completed:
+            with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
+                complete_backward(replica, {})
+    for replica in others:
+        for each in () if replica.rehearses else replica.after.updates:
+            each.left_out(error)
 
 
 def _check_alone(replicas: Sequence[Replica]) -> None:
@@ -399,44 +320,68 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
         )
 
 
-def _run(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
-    replicas, obstacle = found.replicas, _obstacle(found, call)
-    if obstacle is not None:
-        return _run_eagerly(found, obstacle, call)
-    with Capturing(replicas) as backward:
-        if backward is None:
-            obstacle = "another backward is captured at the moment"
-        else:
-            try:
-                return _capture(replicas, backward, call)
-            except DPCompileError:
-                raise
-            except Exception as error:
-                if backward.ran:
+def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
+    """Captured, or eagerly."""
+    obstacle, is_refused = _obstacle(state, call), False
+    if obstacle is None:
+        with Capturing(state) as turn:
+            if turn is None:
+                obstacle = "another backward is captured at the moment"
+            else:
+                try:
+                    return _run_captured(state, call)
+                except DPCompileError:
                     raise
-                obstacle = _why_not_captured(error)
-                if backward.is_spoilt:
-                    _remember(replicas, obstacle, call)
-                    raise
-                # Nothing has run, and the graph is whole: an error of the user's own comes once more, as it is.
-    result = _run_eagerly(found, obstacle, call)
-    if backward is not None:
-        _remember(replicas, obstacle, call)
+                except Exception as error:
+                    if state.ran:
+                        raise
+                    obstacle, is_refused = _why_not_captured(error), True
+                    if state.is_spoilt:
+                        _remember(state, obstacle)
+                        raise
+                    # Nothing has run, and the graph is whole: an error of the user's own comes once more, as it is.
+    result = _run_eagerly(state, obstacle, call)
+    if is_refused:
+        _remember(state, obstacle)
     return result
 
 
-def _capture(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
     # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
     from dp_compile.engine.capture import capture
 
-    with capture() as begun:
+    replicas = state.replicas
+    known = [len(replica.history.captures) for replica in replicas]
+    arrivals = {each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}
+    with capture() as begun, Reporting(arrivals):
         try:
-            return _run_captured(replicas, backward, call)
+            result = call.run()
         except compiler.SizesInGraph as error:
             logger.debug("captures are torch's own from now on, and slower: %s", error)
-            return _run_captured(replicas, backward, call)
+            result = call.run()
         finally:
-            backward.is_spoilt = begun.has_spoilt_graph
+            state.is_spoilt = begun.has_spoilt_graph
+    if not state.ran:
+        names = ", ".join(replica.names[0] for replica in replicas)
+        raise ReductionError(
+            f"a backward of the modules that hold {names} ran outside dp_compile's capture. Is torch's own compiled "
+            "autograd on? Leave torch._dynamo.config.compiled_autograd off."
+        )
+    if state.obstacle is not None:
+        _say_not_captured(replicas, state.obstacle)
+        _remember(state, state.obstacle)
+        return result
+    for replica, before in zip(replicas, known, strict=True):
+        replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
+        if len(replica.history.captures) > before:
+            replica.history.structures[_structure(state.outputs)] = COMES_AGAIN
+    for replica in state.synced:  # it has sent its flags before its hooks ran: what they changed is found here
+        replica.local.note_steps()
+        if replica.local.stepped:
+            indices = sorted(replica.local.stepped)
+            replica.local.stepped.clear()
+            raise ReductionError(stepped_message(replica, indices))
+    return result
 
 
 def _why_not_captured(error: Exception) -> str:
@@ -447,17 +392,70 @@ def _why_not_captured(error: Exception) -> str:
     return described(error)
 
 
-def _remember(replicas: Sequence[Replica], obstacle: str, call: _Call) -> None:
+def _remember(state: BackwardState, obstacle: str) -> None:
     """Try no second time to capture such a graph."""
+    for replica in state.replicas:
+        replica.history.refused[_structure(state.outputs)] = obstacle
+
+
+def _run_eagerly(state: BackwardState, obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
+    for replica in state.replicas:
+        check_intact(replica)
+    _say_not_captured(state.replicas, obstacle)
+    left_out: dict[tuple[Replica, int], dict[int, Any]] = {}
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with _unused_hooks_off(state, left_out):
+            return call.run()
+
+    def reached(replica: Replica) -> set[int]:
+        return _reached(call.tensors, replica) - {index for of, index in left_out if of is replica}
+
+    return reduce_eagerly(state.replicas, run, create_graph=call.create_graph, reached=reached)
+
+
+def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
     for replica in replicas:
-        replica.history.refused[_structure(call.tensors)] = obstacle
+        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
+    synced = [replica for replica in replicas if replica.reduces]
+    warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
 
-def _announce(replicas: Sequence[Replica]) -> None:
-    """Tell ranks that have run out of inputs what is about to be reduced."""
-    members = [replica.uneven for replica in replicas if replica.uneven is not None]
-    if members:
-        members[0].announce(replicas)
+@contextlib.contextmanager
+def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], dict[int, Any]]) -> Iterator[None]:
+    """Inside, no hook is called of parameters that compiled code is given and does not use, the user's neither.
+
+    A policy of mixed precision casts every parameter where a forward starts. The code of a batch that goes past some of
+    them has their casts, and no gradient. The engine hands that on, and torch calls hooks behind it (2.13). In a
+    captured backward, and with torch's DDP, such parameters are unused.
+
+    Args:
+        state: the backward.
+        left_out: is filled with these parameters, and their hooks while they are off.
+    """
+
+    def look(place: tuple[Replica, int], gradients: tuple[torch.Tensor | None, ...]) -> None:
+        hooks = autograd.hooks_behind(place[0].parameters[place[1]])
+        if gradients[0] is None:
+            left_out.setdefault(place, {}).update(hooks)
+            hooks.clear()
+        else:  # a backward inside this one had nothing for it
+            hooks.update(left_out.pop(place, {}))
+
+    compiled = filter(autograd.is_aot_backward, _nodes(state.outputs)) if state.is_compiled else ()
+    handles = []
+    for node in {following for each in compiled for following, _ in each.next_functions}:
+        leaf = autograd.leaf_behind(node)
+        place = None if leaf is None else owners.find(leaf)
+        if place is not None and place[0] in state.replicas:
+            handles.append(node.register_prehook(partial(look, place)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for (replica, index), hooks in left_out.items():
+            autograd.hooks_behind(replica.parameters[index]).update(hooks)
 
 
 def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
@@ -497,19 +495,40 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
         check_parameters(replica)
 
 
-# --- which way it goes ------------------------------------------------------------------------------------------
+# --- which way it goes --------------------------------------------------------------------------------------------
 
 
-def _search(call: _Call) -> _Found:
+def _state_of(call: _Call) -> BackwardState:
+    """What a backward reaches. In `torch.autograd.grad` nothing is accumulated and no hook runs: nothing to reduce."""
+    if not call.accumulate_grad:
+        return BackwardState(call.tensors)
+    replicas, strangers, is_compiled = _search(call.tensors)
+    if call.inputs:  # nothing else is accumulated
+        leaves = [leaf for leaf in map(_leaf_of, call.inputs) if leaf is not None]
+        replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
+    elif not replicas:
+        for replica in owners if strangers else ():  # every parameter of a module may be a new one
+            if replica.sync and replica.config.check_reductions:
+                refuse_unreduced(replica, strangers)
+    # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
+    in_order = tuple(sorted(replicas, key=lambda replica: -replica.number))
+    synced = tuple(replica for replica in in_order if replica.reduces)
+    return BackwardState(call.tensors, in_order, synced, is_compiled=is_compiled)
+
+
+def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], bool]:
     """Walk the autograd graph, depth first, until everything there is to know is known.
 
     The first leaf is usually a parameter behind a compiled backward, so this ends after a few nodes.
+
+    Returns:
+        The modules; parameters of no module; and whether AOTAutograd compiled a part of it, or it is captured anyway.
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
     compiled = is_known = False
     seen: set[Any] = set()
-    stack = list(map(_node_of, call.tensors))
+    stack = list(map(_node_of, outputs))
     all_replicas = len(owners)
     leaf_behind, is_aot_backward = autograd.leaf_behind, autograd.is_aot_backward  # every backward of the process
     while stack and not ((compiled or is_known) and len(replicas) == all_replicas):
@@ -522,25 +541,16 @@ def _search(call: _Call) -> _Found:
             owner = owners.find(variable)
             if owner is not None:
                 if not replicas:  # asked late: a backward of other modules need not know
-                    forced = getattr(_scope, "forced", False)
                     # Where the answer is known the walk can stop sooner.
                     is_known = not autograd.has_aot_backwards()
-                    compiled = compiled or forced
+                    compiled = compiled or getattr(_scope, "forced", False)
                 replicas.add(owner[0])
             elif isinstance(variable, torch.nn.Parameter):
                 strangers.append(variable)
             continue
         compiled = compiled or is_aot_backward(node)
         stack += [following for following, _ in node.next_functions]
-    if not replicas:
-        if not call.inputs:
-            _refuse_unreduced(strangers)
-        return _NOTHING
-    if call.inputs:  # nothing else is accumulated
-        leaves = [leaf for leaf in map(_leaf_of, call.inputs) if leaf is not None]
-        replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
-    # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
-    return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
+    return replicas, strangers, compiled
 
 
 def _reached(outputs: Iterable[Any], replica: Replica) -> set[int]:
@@ -576,18 +586,11 @@ def _leaf_of(given: Any) -> torch.Tensor | None:
     return given if isinstance(given, torch.Tensor) else autograd.leaf_behind(getattr(given, "node", None))
 
 
-def _refuse_unreduced(parameters: Sequence[torch.Tensor]) -> None:
-    """The guard for a backward that seems to be of other modules: every parameter of one of ours may be a new one."""
-    for replica in owners if parameters else ():
-        if replica.sync and replica.config.check_reductions:
-            refuse_unreduced(replica, parameters)
-
-
-def _obstacle(found: _Found, call: _Call) -> str | None:
+def _obstacle(state: BackwardState, call: _Call) -> str | None:
     """Why this backward cannot be captured, or `None`."""
-    if not found.compiled:
+    replicas = state.replicas
+    if not state.is_compiled:
         return "its forward was not compiled; call torch.compile(model) for one graph with fused all-reduces"
-    replicas = found.replicas
     if any(replica.dtensors for replica in replicas) and _computes_with_dtensors(call.tensors):
         return "operations on DTensors in it were not compiled"
     if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.dtensors):
@@ -672,107 +675,3 @@ def _obstacle_of_process(*, create_graph: bool) -> str | None:
     if compiler.forced_eager():
         return "compilation is switched off"
     return None
-
-
-def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
-    known = [len(replica.history.captures) for replica in replicas]
-    with Reporting({each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}):
-        result = call.run()
-    if not backward.ran:
-        names = ", ".join(replica.names[0] for replica in replicas)
-        raise ReductionError(
-            f"a backward of the modules that hold {names} ran outside dp_compile's capture. Is torch's own compiled "
-            "autograd on? Leave torch._dynamo.config.compiled_autograd off."
-        )
-    if backward.obstacle is not None:
-        _say_not_captured(replicas, backward.obstacle)
-        _remember(replicas, backward.obstacle, call)
-        return result
-    for replica, before in zip(replicas, known, strict=True):
-        replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
-        if len(replica.history.captures) > before:
-            replica.history.structures[_structure(call.tensors)] = COMES_AGAIN
-    _check_not_stepped(replicas)
-    return result
-
-
-def _check_not_stepped(replicas: Sequence[Replica]) -> None:
-    """A captured backward has sent its flags before its hooks ran: what they changed is found on this rank."""
-    for replica in replicas:
-        if replica.reduces:
-            replica.local.note_steps()
-            if replica.local.stepped:
-                indices = sorted(replica.local.stepped)
-                replica.local.stepped.clear()
-                raise ReductionError(stepped_message(replica, indices))
-
-
-def _run_eagerly(found: _Found, obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
-    replicas = found.replicas
-    for replica in replicas:
-        check_intact(replica)
-    _say_not_captured(replicas, obstacle)
-    left_out = _LeftOut(frozenset(replicas if found.compiled else ()))
-
-    def run() -> tuple[torch.Tensor, ...]:
-        with left_out.unheard(call.tensors):
-            return call.run()
-
-    def reached(replica: Replica) -> set[int]:
-        return _reached(call.tensors, replica) - left_out.indices[replica]
-
-    return reduce_eagerly(replicas, run, create_graph=call.create_graph, reached=reached)
-
-
-def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
-    for replica in replicas:
-        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
-    synced = [replica for replica in replicas if replica.reduces]
-    warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
-
-
-@dataclass(eq=False, slots=True)
-class _LeftOut:
-    """Parameters that compiled code is given and does not use: in a captured backward they are unused.
-
-    A policy of mixed precision casts every parameter where a forward starts. The code of a batch that goes past some of
-    them has their casts, and no gradient. The engine hands that on, and torch calls hooks behind it (2.13), the user's
-    too: those of torch's DDP hear of no parameter that a forward does not use.
-    """
-
-    replicas: frozenset[Replica]
-    indices: defaultdict[Replica, set[int]] = field(default_factory=lambda: defaultdict(set))
-    _hidden: dict[tuple[Replica, int], dict[int, Any]] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def unheard(self, outputs: Iterable[Any]) -> Iterator[None]:
-        """Inside, a backward from these calls no hooks of such parameters."""
-        compiled = filter(autograd.is_aot_backward, _nodes(outputs)) if self.replicas else ()
-        handles = []
-        for node in {following for each in compiled for following, _ in each.next_functions}:
-            leaf = autograd.leaf_behind(node)
-            place = None if leaf is None else owners.find(leaf)
-            if place is not None and place[0] in self.replicas:
-                handles.append(node.register_prehook(partial(self._look, place)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for place in list(self._hidden):
-                self._show(place)
-
-    def _look(self, place: tuple[Replica, int], gradients: tuple[torch.Tensor | None, ...]) -> None:
-        replica, index = place
-        if gradients[0] is None:
-            hooks = autograd.hooks_behind(replica.parameters[index])
-            self.indices[replica].add(index)
-            self._hidden.setdefault(place, {}).update(hooks)
-            hooks.clear()
-        else:  # a backward inside this one had nothing for it
-            self.indices[replica].discard(index)
-            self._show(place)
-
-    def _show(self, place: tuple[Replica, int]) -> None:
-        replica, index = place
-        autograd.hooks_behind(replica.parameters[index]).update(self._hidden.pop(place, {}))

@@ -10,7 +10,6 @@ import logging
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +23,8 @@ from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Site
 from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks, reduce_eagerly
 from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica, Revision
-from dp_compile.engine.updates import Wanted
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares
-from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ModelCollective, ReadyTimes
 
 logger = logging.getLogger("dp_compile.capture")
@@ -45,8 +42,9 @@ class CapturedBackward:
         give_zeros_for_none(graph_module)
         self._graph_module = graph_module
         self._sites = find_sites(graph_module.graph)
-        self._binder = Binder(self._sites)
         self._compiled: dict[Binding, CompiledBackward] = {}
+        self._bound: tuple[object, Binding] | None = None
+        """What was met last: hooks of ours, weak references, no model; and the binding of it."""
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         """Run one backward. Compiled autograd keeps this object and calls it in each backward with the same graph."""
@@ -60,13 +58,13 @@ class CapturedBackward:
         with window.Outside(), dynamo.without_autocast():
             return self._run(backward, inputs, (sizes, scalars, hooks, packed))
 
-    def _run(self, backward: window.Backward, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+    def _run(self, backward: window.BackwardState, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         replicas, n_inputs = backward.replicas, len(inputs)
         compiled: CompiledBackward | None = None
         try:
-            binding = self._binder.bind(replicas, inputs, rest[2])
+            binding = self._bind(backward, inputs, rest[2])
             if self._settle(replicas, binding, inputs, rest):  # other plans: a binding says which
-                binding = self._binder.bind(replicas, inputs, rest[2])
+                binding = self._bind(backward, inputs, rest[2])
             compiled = self._compiled.get(binding)
             if compiled is None:
                 _refuse_shards(rest[2])
@@ -88,6 +86,47 @@ class CapturedBackward:
             backward.obstacle = described(error)
         del inputs[n_inputs:]
         return self._run_uncompiled(replicas, inputs, rest)
+
+    def _bind(self, backward: window.BackwardState, inputs: Sequence[Any], hooks: Sequence[Any]) -> Binding:
+        """Whose gradient is which. Nearly always as in the backward before, which is quick to see.
+
+        Raises:
+            ReductionError: a parameter gets a gradient that no hook reduces.
+        """
+        replicas, sites, wanted = backward.replicas, self._sites, backward.wanted_in_order()
+        mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
+        existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
+        layouts: Layouts = ()
+        if any(replica.dtensors for replica in replicas):
+            layouts = tuple(placements_of(inputs[position].grad) for position in sites.accumulations)
+        met = mine, existing, layouts, wanted, [(weakref.ref(each), each.reduces, each.plan) for each in replicas]
+        if self._bound is not None and met == self._bound[0]:
+            return self._bound[1]
+        for hook, call in zip(mine, sites.hook_calls, strict=True):
+            if hook is not None and hook.replica is None:
+                hook(inputs[call.parameter])  # says that nobody reduces it any more
+        ordinal = {id(replica): position for position, replica in enumerate(replicas)}
+        hooked = tuple(
+            (ordinal[id(hook.replica)], hook.index) if hook is not None and id(hook.replica) in ordinal else None
+            for hook in mine
+        )
+        got = set(hooked)
+        kept = tuple(
+            (position, index)
+            for position, replica in enumerate(replicas)
+            for index, parameter in enumerate(replica.parameters)
+            if (position, index) not in got and parameter.grad is not None
+        )
+        for position, replica in enumerate(replicas):
+            if replica.config.check_reductions and replica.sync:
+                of_replica = [place[1] for place in hooked if place is not None and place[0] == position]
+                check_gradients_have_hooks(replica, of_replica, [inputs[each] for each in sites.accumulations])
+        code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
+        binding = Binding(code_keys, hooked, tuple(existing), kept, wanted, layouts)
+        is_complete = len(hooked) - hooked.count(None) == sum(len(each.parameters) for each in replicas)
+        if is_complete and not sites.unhooked:  # else it depends on parameters that `met` does not compare
+            self._bound = met, binding
+        return binding
 
     def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:
         """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
@@ -119,108 +158,6 @@ def _refuse_shards(hooks: Sequence[Any]) -> None:
             "a captured backward reaches a module that fully_shard manages. Call replicate() on a module around it, "
             "after fully_shard(): the backward is then not captured, and the gradients are right."
         )
-
-
-# --- whose gradient is which -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What was met last, and the binding it had. Holds hooks of ours and weak references, so no model."""
-
-    hooks: list[GradHook | None]
-    existing: list[bool]
-    switches: list[tuple[weakref.ref[Replica], bool, BucketPlan, tuple[Wanted, ...]]]
-    unhooked: list[weakref.ref[torch.Tensor]]
-    layouts: Layouts
-    binding: Binding
-
-    def matches(
-        self,
-        hooks: list[GradHook | None],
-        existing: list[bool],
-        replicas: Sequence[Replica],
-        unhooked: Sequence[torch.Tensor],
-        layouts: Layouts,
-    ) -> bool:
-        return (
-            existing == self.existing
-            and layouts == self.layouts
-            and len(replicas) == len(self.switches)
-            and all(
-                replica is ref()
-                and replica.reduces == reduces
-                and replica.plan is plan
-                and replica.after.wanted == wanted
-                for replica, (ref, reduces, plan, wanted) in zip(replicas, self.switches, strict=True)
-            )
-            and all(map(operator.is_, hooks, self.hooks))
-            and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
-        )
-
-
-class Binder:
-    """Finds the binding of each backward of one graph. Nearly always it is that of the last, which is quick to see."""
-
-    def __init__(self, sites: Sites) -> None:
-        self._sites = sites
-        self._memory: _Memory | None = None
-
-    def bind(self, replicas: tuple[Replica, ...], inputs: Sequence[Any], hooks: Sequence[Any]) -> Binding:
-        """The binding of one backward.
-
-        Raises:
-            ReductionError: a parameter gets a gradient that no hook reduces.
-        """
-        sites = self._sites
-        mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
-        existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
-        unhooked = [inputs[position] for position in sites.unhooked]
-        layouts: Layouts = ()
-        if any(replica.dtensors for replica in replicas):
-            layouts = tuple(placements_of(inputs[position].grad) for position in sites.accumulations)
-        if self._memory is not None and self._memory.matches(mine, existing, replicas, unhooked, layouts):
-            return self._memory.binding
-        for hook in mine:
-            if hook is not None and hook.replica is None:
-                hook(inputs[sites.hook_calls[mine.index(hook)].parameter])  # says that nobody reduces it any more
-        binding = _bind(replicas, mine, existing, layouts)
-        _check(replicas, binding, [inputs[position] for position in sites.accumulations])
-        complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
-        if complete:  # else parameters that it does not use have old gradients or not, which a memory does not compare
-            switches = [(weakref.ref(each), each.reduces, each.plan, each.after.wanted) for each in replicas]
-            self._memory = _Memory(
-                mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], layouts, binding
-            )
-        return binding
-
-
-def _bind(
-    replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existing: Sequence[bool], layouts: Layouts
-) -> Binding:
-    ordinal = {id(replica): position for position, replica in enumerate(replicas)}
-    hooked = tuple(
-        (ordinal[id(hook.replica)], hook.index) if hook is not None and id(hook.replica) in ordinal else None
-        for hook in hooks
-    )
-    got = set(hooked)
-    kept = tuple(
-        (position, index)
-        for position, replica in enumerate(replicas)
-        for index, parameter in enumerate(replica.parameters)
-        if (position, index) not in got and parameter.grad is not None
-    )
-    code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
-    return Binding(
-        code_keys, hooked, tuple(existing), kept, tuple(replica.after.wanted for replica in replicas), layouts
-    )
-
-
-def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:
-    for ordinal, replica in enumerate(replicas):
-        if replica.config.check_reductions and replica.sync:
-            hooked = [place[1] for place in binding.hooked if place is not None and place[0] == ordinal]
-            check_gradients_have_hooks(replica, hooked, accumulated)
 
 
 # --- ready times, before anything is traced ----------------------------------------------------------------------

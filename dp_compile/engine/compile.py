@@ -1,4 +1,4 @@
-"""The compiled form of a captured backward, and what one run of it needs."""
+"""The code of a captured backward, and what one run of it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,16 +27,16 @@ from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.graph import (
     CapturedGraph,
-    HasPython,
+    NotPlain,
     Place,
     ToReduce,
+    check_plain,
     reductions_in,
     with_reductions,
     without_python,
 )
 from dp_compile.engine.guards import check_not_moved
 from dp_compile.engine.owners import owners
-from dp_compile.engine.ready import Fits, NotPlain, Ready, check_plain, places_of, takes_list_first
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
@@ -67,7 +67,7 @@ class OtherMemory(DPCompileError):
 
 
 @dataclass(slots=True)
-class CompileLog:
+class _CompileLog:
     """What happened while code was made; emptied into a `CaptureRecord`."""
 
     graphs: int = 0
@@ -78,40 +78,14 @@ class CompileLog:
     placements: tuple[Placement, ...] = ()
 
 
-@dataclass(slots=True)
-class _FirstRun:
-    """What is seen of the first run of a backward that is compiled in it, so that later ones need no Dynamo.
-
-    Args:
-        parameters: by their positions in the inputs.
-        fits: whether inputs of a later backward are like these.
-        code: what was compiled, once it was, if it takes the list of inputs, and then nothing but `constants`.
-        outputs: what it returned.
-        why_not: why Dynamo has to be asked in each backward.
-    """
-
-    parameters: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    fits: Callable[[Sequence[Any]], bool] | None = None
-    code: Callable[..., Any] | None = None
-    constants: tuple[Any, ...] = ()
-    outputs: tuple[Any, ...] = ()
-    why_not: str = ""
-
-
 class CompiledBackward:
-    """The compiled form of a captured graph for one binding."""
+    """The code of a captured graph for one binding. Holds no model between runs."""
 
     def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
         self.has_begun = False
         """Code of it was running: what it was given may be used up."""
-        self._has_code = False
         self._captured, self._binding = captured, captured.binding
         self._plans = tuple(replica.plan.for_code() for replica in replicas)
-        self._plans_now = self._plans
-        """With the factors that are given in the backward that runs."""
-        self._passes = replicas[0].passes
-        self._backend, self._dump_dir = replicas[0].config.backend, dump_directory()
-        self._world_size = max(replica.group.world_size for replica in replicas)
         self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
         got = {place for place in self._binding.hooked if place is not None}
         self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
@@ -119,55 +93,48 @@ class CompiledBackward:
             ordinal: tuple(index for index in range(len(replica.parameters)) if (ordinal, index) not in got)
             for ordinal, replica in enumerate(replicas)
         }
-        self._updates, self._left_to_step = updates_of(replicas, self._binding.hooked)
+        self._updates, self._left_to_step = updates_of(replicas, self._binding.wanted, self._binding.hooked)
+        makes_buckets = any(graph_pass.realises_plan for graph_pass in replicas[0].passes)
+        self._to_reduce = ToReduce(self._synced, self._unused, not makes_buckets, self._updates)
         self._number = next(_code_numbers)
-        self._latest: CaptureRecord | None = None
-        self._log = CompileLog()
-        self._events: BucketEvents | None = None
-        self._settling: tuple[Replica, ...] = ()
-        self._replicas: tuple[Replica, ...] = ()
-        """Those of the backward that is running."""
-        makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
-        self._deferred = not makes_buckets
-        self._why_deferred = "" if makes_buckets else events.NO_BUCKETS
         self._run: Callable[..., Any] | None = None
-        self._first: _FirstRun | None = None
+        self._has_run = False
+        self._log = _CompileLog()
+        self._latest: CaptureRecord | None = None
+        # Of the backward that is running.
+        self._replicas: tuple[Replica, ...] = ()
+        self._settling: tuple[Replica, ...] = ()
+        self._events: BucketEvents | None = None
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
             if not replica.sync:
                 replica.local.used.update(self._used[ordinal])
         self.has_begun = False
-        self._plans_now = tuple(replica.plan for replica in replicas)
         inputs.extend(self._extra_inputs(replicas))
-        self._settling, self._replicas = tuple(replicas[ordinal] for ordinal in self._synced), replicas
-        if self._run is None:
-            self._run = self._make(replicas, inputs)
-        untold = events.NO_BUCKETS if self._deferred else "" if self._has_code else events.COMPILED_IN_IT
-        begun = events.Backward(self._settling, captured=True, untold=untold)
+        self._replicas, self._settling = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
+        untold = events.NO_BUCKETS if self._to_reduce.deferred else "" if self._has_run else events.COMPILED_IN_IT
         try:
-            with events.TellingOfBackward(begun) as audience:
-                self._events = None if untold else self._events_for(audience)
+            with events.TellingOfBackward(events.Backward(self._settling, captured=True, untold=untold)) as audience:
+                if audience and not untold and any(replica.plan.buckets for replica in self._settling):
+                    self._events = BucketEvents([replica.plan for replica in self._settling], audience)
                 started = time.monotonic()
-                with _NOTHING if self._has_code else dynamo.measuring_no_guards():
-                    outputs, reduced = self._call(inputs, rest)
+                if self._run is None:
+                    self._run = self._make(inputs)
+                outputs, reduced = self._run(inputs, *rest)
                 if self._log.graphs:
                     audience.void(events.COMPILED_IN_IT)
-                if self._log.graphs:
                     _say_if_late(replicas, time.monotonic() - started)
-                if self._first is not None:
-                    self._after_first_run(self._first, outputs, reduced)
+        except dynamo.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DPCompileError):
+                raise error.inner_exception from None
+            raise
         finally:
-            self._events, self._settling, self._replicas, self._first = None, (), (), None
-        self._has_code = True
+            self._replicas, self._settling, self._events = (), (), None
+        self._has_run = True
         self._record(replicas)
         self._settle(replicas, reduced)
         return outputs
-
-    def _events_for(self, audience: events.Audience) -> BucketEvents | None:
-        """What tells an audience of launches and waits, if there is one."""
-        plans = [replica.plan for replica in self._settling]
-        return BucketEvents(plans, audience) if audience and any(plan.buckets for plan in plans) else None
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `with_reductions`: factors; per replica flags, old gradients of unused parameters, state."""
@@ -193,15 +160,6 @@ class CompiledBackward:
             for index in range(len(replica.parameters)) if replica.comm_hook is not None else ():
                 yield from replica.state_of_hook(index).values()
 
-    def _call(self, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        assert self._run is not None
-        try:
-            return self._run(inputs, *rest)
-        except dynamo.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, DPCompileError):
-                raise error.inner_exception from None
-            raise
-
     def _settle(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
         remaining = iter(reduced)
         complaints: list[DPCompileError] = []
@@ -218,123 +176,69 @@ class CompiledBackward:
         if complaints:
             raise complaints[0]
 
-    # --- making the graph
+    # --- making the code
 
-    def _make(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
-        self._first = self._before_first_run(replicas, inputs)
-        if self._first.why_not or dynamo.stance() != "default":  # one of "fail_on_recompile" is Dynamo's to keep
-            return self._compile(replicas)
-        return self._compile_without_dynamo(replicas)
+    def _make(self, inputs: list[Any]) -> Callable[..., Any]:
+        """Code without Dynamo, where sizes and strides are all that it depends on; else Dynamo traces the graph.
 
-    def _before_first_run(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> _FirstRun:
-        try:
-            if inductor.uses_cuda_graphs({}):
-                return _FirstRun(why_not="CUDA graphs are on")
-            check_plain(self._captured, replicas, self._to_reduce())
-            parameters = {position: inputs[position] for position in self._captured.sites.accumulations}
-            return _FirstRun(parameters, Fits(inputs))
-        except Exception as error:  # this graph, or this torch
-            return _FirstRun(why_not=first_line(error))
-
-    def _after_first_run(self, first: _FirstRun, outputs: Sequence[Any], reduced: Sequence[torch.Tensor]) -> None:
-        """Run what was just compiled without Dynamo from now on, if that can be."""
-        why = first.why_not
-        if not why and (first.code is None or list(outputs) or self._log.graphs != 1):
-            why = "it is more than one graph, or takes more than tensors"
-        if not why:
-            try:
-                places = places_of(first.parameters, first.outputs, reduced)
-            except NotPlain as error:
-                why = str(error)
-            else:
-                assert self._run is not None
-                assert first.code is not None
-                assert first.fits is not None
-                self._run = _without_dynamo(Ready(first.code, first.fits, places, first.constants), self._run)
-        if why:
-            logger.debug("Dynamo looks at every run of a backward: %s", why)
-
-    def _compile_without_dynamo(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
-        """What compiles the graph when it runs for the first time; Dynamo is asked where that is not enough."""
-        module = with_reductions(self._captured, replicas, self._to_reduce())
-
-        def compile_and_run(inputs: list[Any], *rest: Any) -> Any:
-            try:
-                with dynamo.compiling():
-                    example = dynamo.stand_ins(inputs)
-                    graph_module, places = without_python(module, inputs, example)
-                    code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
-            except DPCompileError:
-                raise
-            except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
-                logger.debug("Dynamo traces a backward: %s", error, exc_info=not isinstance(error, HasPython))
-                self._log = CompileLog()
-                self._run = self._compile(self._replicas)
-                return self._run(inputs, *rest)
-            ready = Ready(code, Fits(inputs), places)
-            self._run = _without_dynamo(ready, self._compile_anew())
-            return ready.run(inputs)
-
-        return compile_and_run
-
-    def _compile_anew(self) -> Callable[..., Any]:
-        """What runs where code does not fit the inputs any more: Dynamo, which compiles then."""
-        made: Callable[..., Any] | None = None
-
-        def run(inputs: list[Any], *rest: Any) -> Any:
-            nonlocal made
-            if made is None and dynamo.stance() == "eager_on_recompile":
-                raise NotTraced("nothing is to be compiled anew")
-            if made is None:
-                logger.debug("the code of a backward does not fit its inputs any more, and Dynamo makes it anew")
-                self._has_code, self._log = False, CompileLog()
-                made = self._compile(self._replicas)
-            return made(inputs, *rest)
-
-        return run
-
-    def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
-        module = with_reductions(self._captured, replicas, self._to_reduce())
+        Dynamo guards on what code of the user's reads, on sizes that may change, on gradients that existed before.
+        """
+        module = with_reductions(self._captured, self._replicas, self._to_reduce)
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        return torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
-
-    def _to_reduce(self) -> ToReduce:
-        return ToReduce(self._synced, self._unused, self._deferred, self._updates)
+        by_dynamo = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
+        try:
+            if inductor.uses_cuda_graphs({}) or dynamo.stance() != "default":
+                raise NotPlain("CUDA graphs are on, or a stance that is Dynamo's to keep")
+            check_plain(self._captured, self._replicas, self._to_reduce)
+            with dynamo.compiling():
+                example = dynamo.stand_ins(inputs)
+                graph_module, positions = without_python(module, inputs, example)
+                code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
+            return _Plain(code, dynamo.Fits(inputs), positions, by_dynamo)
+        except DPCompileError:
+            raise
+        except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
+            logger.debug("Dynamo traces a backward: %s", error, exc_info=not isinstance(error, NotPlain))
+            return by_dynamo
 
     # --- compiling it
 
     def _compile_whole(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that is called with the whole backward, by Dynamo or in its place."""
-        self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
+        self._log = log = _CompileLog()  # Dynamo has started anew: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
-        expected = self._expected_reductions()
-        updates = graph_module.graph.find_nodes(op="call_function", target=UPDATE_LATER)
-        if (expected and not found) or (self._updates and not updates):
-            raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
-        if found != expected:
-            wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
-            raise ReductionError(
-                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse, and no "
-                "nn.Embedding(sparse=True) says so? Compute it with sparse=False. If not, something traced the hooks "
-                "wrongly; please report it with the model."
-            )
-        self._log.graphs += 1
-        self._log.reductions += sum(found.values())
-        logger.debug("compiling graph %d of a backward, %d reductions in it", self._log.graphs, sum(found.values()))
+        self._check_reductions(found, graph_module.graph)
+        log.graphs, log.reductions = 1, sum(found.values())
+        logger.debug("compiling a graph of a backward, %d reductions in it", log.reductions)
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
         with events.telling_of_compilation(self._compilation(example_inputs)) as listeners:
             for listener in listeners:
                 listener.stage(events.CAPTURED, graph_module.graph)
-            with inductor.generated_anew() if listeners else contextlib.nullcontext():
+            with inductor.generated_anew() if listeners else _NOTHING:
                 shares = memory_of([*_flat(example_inputs)], self._written()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
-                told = self._telling(compiled, shares)
-            if self._first is not None and not self._first.why_not:
-                self._first.code = told if takes_list_first(graph_module.graph) else None
-            dynamo.let_go_of_nodes(graph_module)
-            return told
+        dynamo.let_go_of_nodes(graph_module)
+        return self._runs(compiled, shares)
+
+    def _check_reductions(self, found: Counter[Place], graph: fx.Graph) -> None:
+        expected = Counter(
+            (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
+        )
+        updates = graph.find_nodes(op="call_function", target=UPDATE_LATER)
+        if (expected and not found) or (self._updates and not updates):
+            raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
+        if found != expected:
+            names = {(o, each.index): each.name for o, plan in enumerate(self._plans) for each in plan.gradients}
+            wrong = [
+                f"{names.get(place, place)} {found[place]} times" for place in (expected - found) + (found - expected)
+            ]
+            raise ReductionError(
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse, and no "
+                "nn.Embedding(sparse=True) says so? Compute it with sparse=False. If not, something traced the hooks "
+                "wrongly; please report it with the model."
+            )
 
     def _compile_with_passes(
         self,
@@ -352,15 +256,14 @@ class CompiledBackward:
                 listener.code(graph, code)
 
         pipeline = self._pipeline(example_inputs, shares, on_stage if listeners else None)
-        compile_graph = (
-            inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
-        )
-        crosses = tuple(tuple(each.crosses for each in replica.after.wanted) for replica in self._replicas)
         # In front of all that the pipeline verifies: a copy that it makes is a gradient's source for the passes.
         whole = inductor.ChainedPass(inductor.Keyed(OwnMemory()), pipeline)
+        crosses = tuple(tuple(each.crosses for each in wanted) for wanted in self._binding.wanted)
         if self._updates and any(map(any, crosses)):
             # Behind all of it: every reduction has its wait until here.
             whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
+        is_inductor = self._replicas[0].config.backend == "inductor"
+        compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
         with observing(self._note_written):
             return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
 
@@ -370,7 +273,8 @@ class CompiledBackward:
         shares: tuple[int, ...] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> Pipeline:
-        passes = (*self._passes, PlaceUpdates(shares)) if self._updates else self._passes
+        passes = self._replicas[0].passes
+        passes = (*passes, PlaceUpdates(shares)) if self._updates else passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
 
@@ -383,16 +287,16 @@ class CompiledBackward:
         return events.Compilation(
             replicas=self._settling,
             plans=self._plans,
-            passes=self._passes,
+            passes=self._replicas[0].passes,
             inputs=tuple(inputs),
-            world_size=self._world_size,
-            backend=self._backend,
-            dump_dir=self._dump_dir,
+            world_size=max(replica.group.world_size for replica in self._replicas),
+            backend=self._replicas[0].config.backend,
+            dump_dir=dump_directory(),
             behind=(PlaceUpdates.name,) if self._updates else (),
         )
 
-    def _telling(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
-        """Compiled code with all that it looks for while it runs.
+    def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
+        """Compiled code, and what its ops ask for while it runs.
 
         Args:
             compiled: the code.
@@ -404,14 +308,11 @@ class CompiledBackward:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
-            # What no pass made a bucket of asks for the plan.
-            plans, mode = self._plans_now, self._events or _NOTHING
+            # What no pass made a bucket of asks for the plan; with the factors that are given in this backward.
+            plans = tuple(replica.plan for replica in self._replicas)
             memories = [replica.bucket_memory for replica in self._replicas]
-            with Running(plans, memories, optimizers), mode:
-                outputs = compiled(*args)
-            if self._first is not None:
-                self._first.constants, self._first.outputs = args[1:], tuple(outputs)
-            return outputs
+            with Running(plans, memories, optimizers), self._events or _NOTHING:
+                return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
@@ -419,15 +320,6 @@ class CompiledBackward:
     def _written(self) -> list[nn.Parameter]:
         """The parameters that updates write to."""
         return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
-
-    def _name(self, place: Place) -> str:
-        names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}
-        return names.get(place[1], f"gradient {place[1]}")
-
-    def _expected_reductions(self) -> Counter[Place]:
-        return Counter(
-            (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
-        )
 
     def _note_passes(self, records: tuple[PassRecord, ...]) -> None:
         self._log.passes_ran = True
@@ -445,9 +337,9 @@ class CompiledBackward:
         self._log.placements += (Placement(member.label, member.nbytes, written.copied, apart),)
 
     def _record(self, replicas: Sequence[Replica]) -> None:
-        """Note on each replica what it runs; made anew after each compilation."""
-        if self._log.graphs:
-            log, self._log = self._log, CompileLog()
+        """Note on each replica what it runs; another record after each compilation."""
+        log, self._log = self._log, _CompileLog()
+        if log.graphs:
             self._latest = CaptureRecord(
                 hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
                 reductions=log.reductions,
@@ -455,30 +347,54 @@ class CompiledBackward:
                 # Code from a cache has no graph to count in; the same passes made it from the same plans.
                 collectives=log.collectives if log.passes_ran else self._planned_collectives(),
                 graphs=log.graphs,
-                deferred=self._deferred,
+                deferred=self._to_reduce.deferred,
                 cached=not log.passes_ran,
                 synced=bool(self._synced or self._updates),
                 passes=log.passes,
                 placements=log.placements,
                 updated=sum(len(each.indices) for each in self._updates),
                 left_to_step=self._left_to_step,
-                why_deferred=self._why_deferred,
+                why_deferred=events.NO_BUCKETS if self._to_reduce.deferred else "",
             )
-            for replica in replicas:
-                replica.history.captures[self._number] = self._latest
-            events.tell_compiled([replicas[ordinal] for ordinal in self._synced])
         if self._latest is not None:
             for replica in replicas:
                 replica.history.captures[self._number] = self._latest
+        if log.graphs:
+            events.tell_compiled([replicas[ordinal] for ordinal in self._synced])
 
 
-def _without_dynamo(ready: Ready, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Code, and around it what Dynamo does in each backward. `otherwise`: what runs if it does not fit the inputs."""
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Code that was made without Dynamo, and around it what Dynamo does in each backward.
 
-    def run(inputs: list[Any], *rest: Any) -> Any:
-        return ready.run(inputs) if ready.fits(inputs) else otherwise(inputs, *rest)
+    Args:
+        code: takes the list of inputs.
+        fits: whether inputs are like those that it was made for.
+        positions: in the inputs, of the parameters whose gradients it returns last.
+        otherwise: what runs inputs that do not fit.
+    """
 
-    return run
+    code: Callable[[list[Any]], Sequence[torch.Tensor]]
+    fits: dynamo.Fits
+    positions: tuple[int, ...]
+    otherwise: Callable[..., Any]
+
+    def __call__(self, inputs: list[Any], *rest: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
+        if self.fits(inputs):
+            return self.run(inputs)
+        if dynamo.stance() == "eager_on_recompile":
+            raise NotTraced("nothing is to be compiled again")
+        result: tuple[list[Any], Sequence[torch.Tensor]] = self.otherwise(inputs, *rest)
+        return result
+
+    def run(self, inputs: list[Any]) -> tuple[list[Any], Sequence[torch.Tensor]]:
+        """One backward, whose inputs fit; empties their list."""
+        parameters = [inputs[position] for position in self.positions]
+        outputs = self.code(inputs)
+        count = len(outputs) - len(parameters)
+        for parameter, gradient in zip(parameters, outputs[count:], strict=True):
+            parameter.grad = gradient
+        return [], outputs[:count]
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:

@@ -8,7 +8,7 @@
       return []                               reduce the gradients that are missing, and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
 
-Mostly that is all, and `without_python` makes what Dynamo would make of it; else Dynamo does.
+Where that is all, `without_python` makes what Dynamo would make of it; else Dynamo does.
 
 Every graph holds one reduction for each gradient of the plan, whatever this rank's backward produced, so every rank
 runs the same collectives.
@@ -34,7 +34,6 @@ from dp_compile.engine.updates import InBackward, Wanted
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.plan.flags import NUMBER_BITS
-from dp_compile.plan.reduction import Reduction
 
 Place = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""
@@ -167,154 +166,143 @@ def given_or_zeros(
     return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
 
 
+# --- reductions in it -----------------------------------------------------------------------------------------------
+
+
 def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> fx.GraphModule:
     """A copy of the graph that also reduces. It returns its outputs, and the reduced flags and missing gradients."""
-    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    outputs = graph.graph_copy(captured.graph_module.graph, nodes)
-    copied = {old.name: new for old, new in nodes.items()}
-    factors, position = _add_factors(graph, (copied["inputs"], captured.input_count), replicas, wanted)
-    hooked, reductions = _place_reductions(graph, copied, captured, replicas, wanted, factors)
-    inputs = copied["inputs"], position
-    reduced = _add_completion(graph, inputs, captured.binding, hooked, reductions, replicas, wanted, factors)
-    for update in wanted.updates:
-        places = [(update.replica, index) for index in update.indices]
-        parameters = [] if update.hands_over else [hooked[place][0] for place in places]
-        gradients = [reductions[place] for place in places]
-        who = list(update.indices), update.replica, update.optimizer, update.bucket
-        graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
-    graph.output((outputs, tuple(reduced)))
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, "CapturedBackward")
+    builder = _Builder(captured, replicas, wanted)
+    builder.take_factors()
+    builder.place_reductions()
+    reduced = builder.complete()
+    builder.place_updates()
+    builder.graph.output((builder.outputs, tuple(reduced)))
+    builder.graph.lint()
+    module = fx.GraphModule(captured.graph_module, builder.graph, "CapturedBackward")
     dynamo.set_locals_to_steal(module, ["inputs"])
     return module
 
 
-def _add_factors(
-    graph: fx.Graph, inputs: tuple[fx.Node, int], replicas: Sequence[Replica], wanted: ToReduce
-) -> tuple[dict[Place, tuple[fx.Node, ...]], int]:
-    """The factors that are given when the code runs, for each gradient that has some; and how many inputs there are."""
-    tensors, position = inputs
-    start = next(node for node in graph.nodes if node.op != "placeholder")
-    found: dict[Place, tuple[fx.Node, ...]] = {}
-    for ordinal in wanted.synced:
-        plan, nodes = replicas[ordinal].plan, dict[Reduction, tuple[fx.Node, ...]]()
-        for reduction in plan.given_reductions():
-            with graph.inserting_before(start):
-                nodes[reduction] = tuple(
-                    graph.call_function(operator.getitem, (tensors, position + each)) for each in range(reduction.given)
-                )
-            position += reduction.given
-        for gradient in plan.gradients if nodes else ():
-            found[ordinal, gradient.index] = nodes.get(gradient.key.reduction, ())
-    return found, position
+class _Builder:
+    """The copy of a captured graph, and what was put into it so far."""
 
+    def __init__(self, captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> None:
+        self.captured, self.replicas, self.wanted = captured, replicas, wanted
+        self.graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.outputs = self.graph.graph_copy(captured.graph_module.graph, nodes)
+        self.copied = {old.name: new for old, new in nodes.items()}
+        self.start = next(node for node in self.graph.nodes if node.op != "placeholder")
+        self.position = captured.input_count
+        self.factors: dict[Place, tuple[fx.Node, ...]] = {}
+        """For each gradient that has some: the factors that are given when the code runs."""
+        self.hooked: dict[Place, tuple[fx.Node, bool]] = {}
+        """The parameter of each hook, and whether it had a gradient before."""
+        self.reductions: dict[Place, fx.Node] = {}
+        """Those that are in the graph."""
 
-def _place_reductions(
-    graph: fx.Graph,
-    copied: Mapping[str, fx.Node],
-    captured: CapturedGraph,
-    replicas: Sequence[Replica],
-    wanted: ToReduce,
-    factors: Mapping[Place, tuple[fx.Node, ...]],
-) -> tuple[dict[Place, tuple[fx.Node, bool]], dict[Place, fx.Node]]:
-    """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
+    def take(self) -> fx.Node:
+        """The next tensor that is given beside the engine's (`CompiledBackward._extra_inputs`).
 
-    A reduction stands behind all hooks of its parameter: those of the user's see the rank's own gradient, and may
-    change it, whenever they were set, as with torch's DDP.
+        Taken at the start: compiled code empties the list of inputs.
+        """
+        with self.graph.inserting_before(self.start):
+            taken = self.graph.call_function(operator.getitem, (self.copied["inputs"], self.position))
+        self.position += 1
+        return taken
 
-    Returns:
-        The parameter of each hook, and whether it had a gradient before; the reductions that are in the graph, and
-        gradients of a rank's own that update.
-    """
-    hooked: dict[Place, tuple[fx.Node, bool]] = {}
-    reductions: dict[Place, fx.Node] = {}
-    last_call = {call.parameter: call.node for call in captured.sites.hook_calls}
-    for call, place, existing in zip(
-        captured.sites.hook_calls, captured.binding.hooked, captured.binding.into_existing, strict=True
-    ):
-        if place is None:
-            continue
-        node, last = copied[call.node], copied[last_call[call.parameter]]
-        parameter = node.args[1]
-        assert isinstance(parameter, fx.Node)
-        reduces, updated = replicas[place[0]].reduces, wanted.updates_parameter(place)
-        if reduces or updated:
-            hooked[place] = (parameter, existing)
-        with graph.inserting_after(last):
-            if reduces and not wanted.deferred:
-                reduce = _reduce_function(replicas[place[0]], place[1], updated=updated)
-                given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
-                reductions[place] = graph.call_function(reduce, given)
-            elif updated and not reduces:
-                reductions[place] = graph.call_function(take_to_update, (parameter,))
-        _take_out(graph, node)
-    return hooked, reductions
+    def take_factors(self) -> None:
+        for ordinal in self.wanted.synced:
+            plan = self.replicas[ordinal].plan
+            nodes = {each: tuple(self.take() for _ in range(each.given)) for each in plan.given_reductions()}
+            for gradient in plan.gradients if nodes else ():
+                self.factors[ordinal, gradient.index] = nodes.get(gradient.key.reduction, ())
 
+    def place_reductions(self) -> None:
+        """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
 
-def _take_out(graph: fx.Graph, call: fx.Node) -> fx.Node:
-    """Take out a hook's call; its parameter."""
-    parameter = call.args[1]
-    assert isinstance(parameter, fx.Node)
-    call.replace_all_uses_with(parameter)
-    graph.erase_node(call)
-    return parameter
+        A reduction stands behind all hooks of its parameter: those of the user's see the rank's own gradient, and may
+        change it, whenever they were set, as with torch's DDP.
+        """
+        sites, binding = self.captured.sites, self.captured.binding
+        last_call = {call.parameter: call.node for call in sites.hook_calls}
+        for call, place, existing in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
+            if place is None:
+                continue
+            node, last = self.copied[call.node], self.copied[last_call[call.parameter]]
+            parameter = node.args[1]
+            assert isinstance(parameter, fx.Node)
+            if self.replicas[place[0]].reduces:
+                self.hooked[place] = (parameter, existing)
+                if not self.wanted.deferred:
+                    with self.graph.inserting_after(last):
+                        self.reduce(place, None)
+            node.replace_all_uses_with(parameter)
+            self.graph.erase_node(node)
 
+    def reduce(self, place: Place, after: fx.Node | None) -> fx.Node:
+        """Reduce the gradient of a parameter that has a hook."""
+        ordinal, index = place
+        reduce: Callable[..., torch.Tensor] = reduce_accumulated
+        if index in self.replicas[ordinal].dtensors:
+            reduce = reduce_own_part
+        elif self.wanted.updates_parameter(place):
+            reduce = reduce_to_update
+        given = (*self.hooked[place], index, ordinal, after, *self.factors.get(place, ()))
+        self.reductions[place] = self.graph.call_function(reduce, given)
+        return self.reductions[place]
 
-def _add_completion(
-    graph: fx.Graph,
-    inputs: tuple[fx.Node, int],
-    binding: Binding,
-    hooked: Mapping[Place, tuple[fx.Node, bool]],
-    reductions: dict[Place, fx.Node],
-    replicas: Sequence[Replica],
-    wanted: ToReduce,
-    factors: Mapping[Place, tuple[fx.Node, ...]],
-) -> list[fx.Node]:
-    """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end.
+    def complete(self) -> list[fx.Node]:
+        """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end."""
+        results: list[fx.Node] = []
+        for ordinal in self.wanted.synced:
+            replica = self.replicas[ordinal]
+            sources = {
+                index: self.source(ordinal, index) for index in (len(replica.parameters), *self.wanted.unused[ordinal])
+            }
+            done: dict[int, fx.Node] = {}
+            after: fx.Node | None = None
+            for index in (gradient.index for gradient in replica.plan.gradients):
+                if index in sources:
+                    more = self.factors.get((ordinal, index), ())
+                    after = done[index] = self.graph.call_function(emit, (sources[index], index, ordinal, after, *more))
+                elif self.wanted.deferred:
+                    after = self.reduce((ordinal, index), after)
+                after = after if self.wanted.deferred else None
+            scattered = replica.after.scattered
+            self.reductions |= {(ordinal, index): node for index, node in done.items() if index in scattered}
+            results += [done[index] for index in sources if index not in scattered]
+            self.keep_state_of_hook(ordinal, done[len(replica.parameters)])
+        return results
 
-    `inputs`: the list of tensors, and how many there are without ours.
-    """
-    tensors, position = inputs
-    start = next(node for node in graph.nodes if node.op != "placeholder")
-    results: list[fx.Node] = []
-    for ordinal in wanted.synced:
-        replica = replicas[ordinal]
-        sources: dict[int, fx.Node] = {}
-        for index in (len(replica.parameters), *wanted.unused[ordinal]):
-            if index == len(replica.parameters) or (ordinal, index) in binding.kept:
-                # Early: compiled code empties the list, and if the backward breaks the rest runs after that.
-                with graph.inserting_before(start):
-                    source = graph.call_function(operator.getitem, (tensors, position))
-                    sources[index] = graph.call_function(real_view, (source,))
-                position += 1
-            else:
-                sources[index] = _zeros(graph, replica.parameters[index])
-        done: dict[int, fx.Node] = {}
-        after: fx.Node | None = None
-        for index in (gradient.index for gradient in replica.plan.gradients):
-            more = factors.get((ordinal, index), ())
-            if index in sources:
-                after = done[index] = graph.call_function(emit, (sources[index], index, ordinal, after, *more))
-            elif wanted.deferred:
-                place, (parameter, existing) = (ordinal, index), hooked[ordinal, index]
-                reduce = _reduce_function(replica, index, updated=wanted.updates_parameter(place))
-                given = (parameter, existing, index, ordinal, after, *more)
-                after = reductions[place] = graph.call_function(reduce, given)
-            after = after if wanted.deferred else None
-        reductions |= {(ordinal, index): node for index, node in done.items() if index in replica.after.scattered}
-        results += [done[index] for index in sources if index not in replica.after.scattered]
-        for index in range(len(replica.parameters)):
+    def source(self, ordinal: int, index: int) -> fx.Node:
+        """What a rank contributes for flags, whose index is behind the last parameter, or for an unused parameter."""
+        parameters = self.replicas[ordinal].parameters
+        if index == len(parameters) or (ordinal, index) in self.captured.binding.kept:
+            taken = self.take()
+            with self.graph.inserting_before(self.start):
+                return self.graph.call_function(real_view, (taken,))
+        part = own_part(parameters[index])
+        options: dict[str, Any] = {"dtype": part.dtype.to_real(), "device": part.device}
+        return self.graph.call_function(
+            torch.zeros, ([*part.shape, 2] if part.is_complex() else [*part.shape],), options
+        )
+
+    def keep_state_of_hook(self, ordinal: int, flags: fx.Node) -> None:
+        replica = self.replicas[ordinal]
+        count, may_be_unused = len(replica.parameters), replica.config.may_be_unused
+        for index in range(count):
             names = list(replica.state_of_hook(index))
-            with graph.inserting_before(start):
-                state = [
-                    graph.call_function(operator.getitem, (tensors, position + each)) for each in range(len(names))
-                ]
-            position += len(names)
+            state = [self.take() for _ in names]
             if names:
-                may_be_unused = replica.config.may_be_unused
-                flags = done[len(replica.parameters)], len(replica.parameters)
-                graph.call_function(remember, (state, names, index, ordinal, *flags, may_be_unused))
-    return results
+                self.graph.call_function(remember, (state, names, index, ordinal, flags, count, may_be_unused))
+
+    def place_updates(self) -> None:
+        for update in self.wanted.updates:
+            places = [(update.replica, index) for index in update.indices]
+            parameters = [] if update.hands_over else [self.hooked[place][0] for place in places]
+            gradients = [self.reductions[place] for place in places]
+            who = list(update.indices), update.replica, update.optimizer, update.bucket
+            self.graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
 
 
 def remember(
@@ -381,12 +369,6 @@ def reduce_own_part(
     return reduced
 
 
-def _reduce_function(replica: Replica, index: int, *, updated: bool) -> Callable[..., torch.Tensor]:
-    if index in replica.dtensors:
-        return reduce_own_part
-    return reduce_to_update if updated else reduce_accumulated
-
-
 def reduce_to_update(
     parameter: nn.Parameter,
     existing: bool,
@@ -401,36 +383,43 @@ def reduce_to_update(
     return reduced
 
 
-def take_to_update(parameter: nn.Parameter) -> torch.Tensor:
-    """As `reduce_to_update`, where gradients are each rank's own."""
-    grad = _accumulated(parameter)
-    parameter.grad = None
-    return grad
-
-
 def _accumulated(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter, requires_grad=False) if parameter.grad is None else parameter.grad
 
 
-def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
-    options: dict[str, Any] = {"dtype": parameter.dtype.to_real(), "device": parameter.device}
-    part = own_part(parameter)
-    shape = [*part.shape, 2] if part.is_complex() else list(part.shape)
-    return graph.call_function(torch.zeros, (shape,), options)
+# --- without Dynamo -------------------------------------------------------------------------------------------------
 
 
-class HasPython(Exception):
-    """A graph has code of Python's that only Dynamo can look into."""
+class NotPlain(Exception):
+    """A graph has something that only Dynamo can look into, or has to look at in each backward."""
+
+
+def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> None:
+    """Whether sizes, strides, dtypes and torch's state are all that code for a captured graph depends on.
+
+    Raises:
+        NotPlain: there is more to it.
+    """
+    if any(captured.binding.into_existing) or captured.binding.kept or captured.sites.unhooked:
+        raise NotPlain("gradients are added to those of before")
+    if None in captured.binding.hooked:
+        raise NotPlain("a hook of the user's runs in it")
+    if wanted.updates or any(replica.after.scattered for replica in replicas):
+        raise NotPlain("an optimizer takes part in it")
+    if any(replica.dtensors for replica in replicas):
+        raise NotPlain("a DTensor takes part in it")
+    if any(replica.comm_hook is not None for replica in replicas):
+        raise NotPlain("a comm hook takes part in it")
 
 
 def without_python(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], example: list[torch.Tensor]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """What Dynamo makes of a graph with our reductions, node for node, made without Dynamo.
+    """What Dynamo makes of a plain graph with our reductions, node for node, made without Dynamo.
 
-    Where no parameter has a gradient yet and no hook is the user's, all that Dynamo has to look into is what follows:
-    what accumulates (`call_accumulate_grad` in torch/_dynamo/external_utils.py), `reduce_accumulated`, `emit`,
-    `real_view`. For that it takes an eighth of a cold start with 600 small parameters, and memory that stays.
+    All that Dynamo has to look into is what accumulates (`call_accumulate_grad` in torch/_dynamo/external_utils.py),
+    `reduce_accumulated`, `emit`, `real_view`. With 600 small parameters the first step takes it 28 s of processor time,
+    and 17 s without it.
 
     Args:
         module: made by `with_reductions`.
@@ -438,10 +427,11 @@ def without_python(
         example: the same for whoever compiles it.
 
     Returns:
-        A graph that takes one list of tensors and returns tensors, and where these go, see `ready.Ready.places`.
+        A graph that takes one list of tensors and returns reduced flags and missing gradients, then gradients; and of
+        the latter the positions of their parameters in the inputs.
 
     Raises:
-        HasPython: there is something else in it.
+        NotPlain: there is something else in it.
     """
     graph, made = fx.Graph(), dict[fx.Node, Any]()
     gradients: dict[int, fx.Node] = {}
@@ -454,19 +444,20 @@ def without_python(
         elif node.op == "output":
             outputs = fx.map_arg(node.args[0], made.__getitem__)
         elif node.op != "call_function":
-            raise HasPython(f"a {node.op} node")
+            raise NotPlain(f"a {node.op} node")
         elif not (node.target is operator.getitem and node.args[0] not in made) and node.target is not dynamo.at_end:
-            # What it takes of hooks and sizes is used by nobody: hooks are taken out, and sizes refused by the caller.
+            unknown = [each.name for each in node.all_input_nodes if each not in made]
+            if unknown:
+                raise NotPlain(f"it takes {', '.join(unknown)}, not only tensors")
             args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
             made[node] = _plain(graph, node, args, kwargs, inputs, gradients)
     nothing, reduced = outputs
     if nothing:
-        raise HasPython("gradients are returned")
+        raise NotPlain("gradients are returned")
     positions = sorted(gradients)
     graph.output((*reduced, *(gradients[each] for each in positions)))
     graph.lint()
-    places = (*(-1 - number for number in range(len(reduced))), *positions)
-    return fx.GraphModule({}, graph, "CapturedBackward"), places
+    return fx.GraphModule({}, graph, "CapturedBackward"), tuple(positions)
 
 
 def _plain(
@@ -487,7 +478,7 @@ def _plain(
         parameter, added, flag = args[0], args[node.args.index(gradient)], args[-1]
         position = position_of(parameter)
         if position in gradients:
-            raise HasPython("a gradient is accumulated twice")
+            raise NotPlain("a gradient is accumulated twice")
         accumulated = call(dynamo.accumulate_op(), ([added], parameter, None, flag), "accumulate_grad")
         gradients[position] = call(operator.getitem, (accumulated, 0))
         return gradients[position]
@@ -495,18 +486,18 @@ def _plain(
         parameter, existing, *rest = args
         position = position_of(parameter)
         if existing or position not in gradients or inputs[position].is_complex():
-            raise HasPython("a gradient that is changed in place")
+            raise NotPlain("a gradient that is changed in place")
         gradients[position] = call(REDUCE_GRAD, (gradients[position], *rest), "reduced")
         return gradients[position]
     if node.target is emit:
         return call(REDUCE_GRAD, args, "reduced")
     if node.target is real_view:
         if inputs[position_of(args[0])].is_complex():
-            raise HasPython("complex numbers")
+            raise NotPlain("complex numbers")
         return cast(fx.Node, args[0])
-    if node.target in (operator.getitem, torch.zeros) or dynamo.stays_in_graph(node.target):
+    if node.target in (operator.getitem, torch.zeros) or dynamo.stays_in_graph(node):
         return call(node.target, args)
-    raise HasPython(f"a call of {getattr(node.target, '__name__', node.target)!s}")
+    raise NotPlain(f"a call of {getattr(node.target, '__name__', node.target)!s}")
 
 
 def reductions_in(graph: fx.Graph) -> Counter[Place]:

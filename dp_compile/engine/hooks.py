@@ -68,7 +68,9 @@ class GradHook:
             )
         arrivals = replica.arrivals_in
         if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
-            arrivals = _arrivals_of_the_engine(replica)
+            # C++ entered the engine. What changed before the backward cannot be told from what changed in it.
+            arrivals = _open_round(replica)
+            replica.local.forget_start()
         arrivals.arrive(self.index)
 
 
@@ -474,39 +476,50 @@ def launches_so_far(replica: Replica) -> int:
     return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.plan_groups)
 
 
-def round_of_inner_backwards(replica: Replica) -> ReductionRound:
-    """A round for a module that only backwards inside another one reach. To be finished when that one ends."""
-    if replica.uneven is not None:
-        raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
-    replica.local.begin()
-    revise_if_due(replica)
-    settle([replica])
-    return ReductionRound(replica, is_held=True)
+def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) -> None:
+    """A backward that is inside another one reaches a module: its gradients are part of the outermost one's.
+
+    Args:
+        replica: the module.
+        late: takes a round of a module that the outermost one does not reach, which is to be finished at its end;
+            `None`: the engine says when that is.
+    """
+    arrivals = replica.arrivals_in
+    if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
+        this = _open_round(replica, late)
+        if isinstance(this, ReductionRound):
+            this.is_held = True
+    elif isinstance(arrivals, ReductionRound):
+        arrivals.is_held = True
 
 
-def refuse_inner_step(replica: Replica) -> None:
-    """Where a step, or all of a sharded one, follows the end of a backward: of this one the end is not seen."""
+def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> Arrivals:
+    """Where the hooks of a module report whose backward `engine/backward.py` has not seen begin.
+
+    Raises:
+        ReductionError: in `join()`; or a step, or all of a sharded one, follows the end of a backward: the end of this
+            one is seen by the engine only.
+    """
     if replica.sync and (not replica.reduces_gradients or replica.after.parts_to is not None):
         what = "sharded optimizer" if replica.reduces_gradients else "step at the end of each backward"
         raise ReductionError(
             f"the module of {replica.names[0]}, with a {what}, is reached only by a backward inside another one, as of "
             "reentrant checkpointing, or by one that C++ started. Use checkpoint(..., use_reentrant=False)."
         )
-
-
-def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
-    """Somebody entered the engine past Python, in C++: the engine itself says when that backward ends."""
-    refuse_inner_step(replica)
     if not replica.reduces:
         return LocalArrivals(replica)
-    current = round_of_inner_backwards(replica)
-    # Nobody looked for inner backwards in it: it may launch as gradients arrive.
-    current.is_held, current.graph_task = False, autograd.graph_task()
-    # What changed before the backward cannot be told from what changed in it.
-    replica.local.forget_start()
-    replica.arrivals_in = current
-    autograd.queue_after_backward(current.finish)
-    return current
+    if replica.uneven is not None:
+        raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
+    replica.local.begin()
+    revise_if_due(replica)
+    settle([replica])
+    this = replica.arrivals_in = ReductionRound(replica)
+    if late is not None:
+        late[replica] = this
+    else:
+        this.graph_task = autograd.graph_task()
+        autograd.queue_after_backward(this.finish)
+    return this
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:

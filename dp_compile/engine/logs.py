@@ -12,7 +12,6 @@
 |         | `replicate`         | units of `bucket_policy` that have frozen parameters beside trainable ones       |
 |         | `measuring`         | nothing was measured, and why                                                    |
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
-|         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `integrations`      | options of a framework that say nothing of the backward                          |
 | INFO    | `warmup`            | each backward that compiled something, with the time so far                      |
 |         | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |

@@ -33,7 +33,7 @@ from dp_compile.plan.ready_times import Launches, ReadyTimes
 
 if TYPE_CHECKING:
     from dp_compile.engine.flags import UnreadFlags
-    from dp_compile.engine.updates import Updates, Wanted
+    from dp_compile.engine.updates import Updates
 
 _numbers = itertools.count()
 
@@ -104,13 +104,11 @@ class AfterReduction:
 
     Args:
         updates: optimizers that update its parameters in the backward, each its own.
-        wanted: what each of them updates in the backward that is under way.
         scattered: the parameters of whose reduced gradients each rank keeps a part only.
         parts_to: who gets this rank's part of each bucket of those.
     """
 
     updates: list[Updates] = field(default_factory=list)
-    wanted: tuple[Wanted, ...] = ()
     scattered: frozenset[int] = frozenset()
     parts_to: TakesParts | None = None
 

@@ -111,21 +111,22 @@ def begin(replica: Replica) -> None:
 
 
 class OneBackward:
-    """Around a backward of these modules: their optimizers hear of its start and of its end."""
+    """Around a backward of these modules: their optimizers hear of its start and of its end. Gives what they update."""
 
-    __slots__ = ("_keep_graph", "_replicas")
+    __slots__ = ("_keep_graph", "_replicas", "_wanted")
 
     def __init__(self, replicas: Sequence[Replica], *, keep_graph: bool) -> None:
         self._replicas, self._keep_graph = replicas, keep_graph
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> dict[Replica, tuple[Wanted, ...]]:
         for replica in self._replicas:
             begin(replica)
-        for replica in self._replicas:
-            after = replica.after
-            after.wanted = ()
-            if after.updates and replica.sync:
-                after.wanted = tuple(each.wanted(keep_graph=self._keep_graph) for each in after.updates)
+        self._wanted = {
+            replica: tuple(each.wanted(keep_graph=self._keep_graph) for each in replica.after.updates)
+            for replica in self._replicas
+            if replica.after.updates and replica.sync
+        }
+        return self._wanted
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for replica in self._replicas:
@@ -133,19 +134,22 @@ class OneBackward:
             if error is not None:
                 for each in after.updates:
                     each.interrupted(error)
-            elif after.wanted:
-                for each, wanted in zip(after.updates, after.wanted, strict=False):
+            else:
+                for each, wanted in zip(after.updates, self._wanted.get(replica, ()), strict=False):
                     if not (wanted.obstacle or replica.rehearses):
                         each.ended()
 
 
 def updates_of(
-    replicas: Sequence[Replica], got: Collection[tuple[int, int] | None]
+    replicas: Sequence[Replica],
+    wanted_of: Sequence[Sequence[Wanted]],
+    got: Collection[tuple[int, int] | None],
 ) -> tuple[tuple[InBackward, ...], tuple[str, ...]]:
     """What a captured backward updates, and in words what it leaves to `step()`.
 
     Args:
         replicas: the modules in it.
+        wanted_of: what optimizers of each of them update.
         got: by module and index the parameters that get a gradient in it.
     """
     found: list[InBackward] = []
@@ -156,7 +160,7 @@ def updates_of(
             for number, bucket in enumerate(replica.plan.buckets)
             for member in bucket.members
         }
-        for number, wanted in enumerate(replica.after.wanted):
+        for number, wanted in enumerate(wanted_of[ordinal]):
             reason = wanted.obstacle
             if wanted.parts:
                 for bucket, indices in _by_bucket(wanted.indices, bucket_of, whole=False).items():

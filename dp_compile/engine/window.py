@@ -1,7 +1,7 @@
-"""Compiled autograd is a switch of the whole process: when it is on, and whose turn it is.
+"""The state of one backward, and when compiled autograd, a switch of the whole process, is on for it.
 
-It is on only while a backward of ours enters the engine; other threads' backwards wait for that moment to pass, and at
-most one backward is captured at a time. Loads no compiler: every backward of the process passes here.
+Compiled autograd is on only while a backward of ours enters the engine. Backwards of other threads wait until it is off
+again, and at most one backward is captured at a time. Loads no compiler: every backward of the process passes here.
 """
 
 from __future__ import annotations
@@ -9,31 +9,60 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dp_compile._torch import compiler
 from dp_compile.engine.replica import Replica
 
+if TYPE_CHECKING:
+    from dp_compile.engine.hooks import ReductionRound
+    from dp_compile.engine.updates import Wanted
+
 
 @dataclass(eq=False, slots=True)
-class Backward:
-    """One backward that is being captured. `replicas` are in the order in which their collectives run."""
+class BackwardState:
+    """What changes during one backward that is not inside another one. Made at its start, dropped at its end.
 
-    replicas: tuple[Replica, ...]
+    Args:
+        outputs: what it starts from.
+        replicas: the modules that it reaches, in the order in which their collectives run.
+        synced: those of them whose gradients are reduced.
+        is_compiled: AOTAutograd compiled a part of its forward, or the user wants it captured all the same.
+    """
+
+    outputs: Sequence[Any]
+    replicas: tuple[Replica, ...] = ()
+    synced: tuple[Replica, ...] = ()
+    is_compiled: bool = False
     thread: int = field(default_factory=threading.get_ident)
+    wanted: dict[Replica, tuple[Wanted, ...]] = field(default_factory=dict)
+    """What optimizers update in it."""
+    late: dict[Replica, ReductionRound] = field(default_factory=dict)
+    """Modules that only backwards inside this one reach."""
+    nodes: set[Any] | None = None
+    """What is between its outputs and its leaves, once a backward inside it asked."""
+    launches: list[int] | None = None
+    """Collectives in the groups of `synced` before the first of this backward; `None` until the ranks have met."""
+    is_announced: bool = False
+    completed: list[Replica] = field(default_factory=list)
+    """Those whose gradients are reduced, and what follows has begun."""
     ran: bool = False
     """Its graph is captured: autograd's own has been given up, and runs no second time."""
     is_spoilt: bool = False
     """Its capture ended where autograd's own graph cannot run either."""
     obstacle: str | None = None
-    """Why there is no code for its graph, whose hooks have reduced eagerly instead."""
+    """Why it is not captured. If `ran`, its hooks have reduced eagerly while the captured graph ran node by node."""
     holds_window: bool = True
+
+    def wanted_in_order(self) -> tuple[tuple[Wanted, ...], ...]:
+        return tuple(self.wanted.get(replica, ()) for replica in self.replicas)
 
 
 _turn = threading.Lock()
-"""Held from the start to the end of a captured backward: there can be one at a time in a process."""
+"""Held from the start to the end of a captured backward."""
 _window = threading.Lock()
-"""Held while compiled autograd is on: it is on for the whole process, so other threads' backwards have to wait."""
-_current: Backward | None = None
+"""Held while compiled autograd is on."""
+_current: BackwardState | None = None
 
 
 class Capturing:
@@ -43,13 +72,12 @@ class Capturing:
     forgotten our code, and what a generator takes there can be seen in the steps of a small one.
     """
 
-    __slots__ = ("_backward", "_replicas")
+    __slots__ = ("_has_turn", "_state")
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = replicas
-        self._backward: Backward | None = None
+    def __init__(self, state: BackwardState) -> None:
+        self._state, self._has_turn = state, False
 
-    def __enter__(self) -> Backward | None:
+    def __enter__(self) -> BackwardState | None:
         global _current
         if compiler.capture_is_running() or not _turn.acquire(blocking=False):
             return None
@@ -58,23 +86,23 @@ class Capturing:
         except BaseException:
             _turn.release()
             raise
-        self._backward = _current = Backward(tuple(self._replicas))
-        return self._backward
+        self._has_turn, self._state.holds_window, _current = True, True, self._state
+        return self._state
 
     def __exit__(self, *error: object) -> None:
         global _current
-        if self._backward is not None:
+        if self._has_turn:
             _current = None
             try:
                 # An error of C++ that no binding of torch catches goes past `Outside.__exit__` (torch 2.13).
-                if self._backward.holds_window:
+                if self._state.holds_window:
                     _window.release()
             finally:
                 _turn.release()
 
 
 def wait_for_window() -> None:
-    """Return when no other thread is about to capture whatever runs."""
+    """Return when no other thread is about to capture what runs next."""
     current = _current
     if current is not None and current.thread != threading.get_ident():
         with _window:
@@ -97,7 +125,7 @@ class Outside:
         _current.holds_window = True
 
 
-def current() -> Backward | None:
+def current() -> BackwardState | None:
     """The backward of this thread that is being captured."""
     found = _current
     return found if found is not None and found.thread == threading.get_ident() else None

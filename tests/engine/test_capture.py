@@ -333,29 +333,6 @@ def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyP
     assert [len(each.graph.nodes) for each in traced] == [0, 0]
 
 
-def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo takes 32 MiB for that, when the process has most: activations, and what compiling has left."""
-    from dp_compile._torch import dynamo
-
-    timed: list[Any] = []
-
-    def timer(*arguments: Any) -> float:
-        timed.append(arguments)
-        return 0.0
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("this torch cannot do that")
-
-    monkeypatch.setattr(dynamo, "_untimed", [])  # tests let nothing be timed
-    monkeypatch.setattr(dynamo, "stand_ins", fail)  # so that Dynamo traces the backward
-    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", timer)
-    Twin(mlp()).step(batch())
-    assert len(timed) == 1  # and not what the probe compiles
-    with dynamo.measuring_no_guards(), dynamo.measuring_no_guards():
-        pass
-    assert torch._dynamo.guards.profile_guard_manager is timer
-
-
 @pytest.mark.skipif(
     torch.__version__ < (2, 12),
     reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place (pytorch#132923)",

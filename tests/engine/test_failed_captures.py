@@ -111,7 +111,7 @@ STAGES = {
     "nodes": (dynamo._QuickCapture, "proxy_call_aot_backward"),
     "end": (dynamo._Capture, "end_capture"),
     "sites": (capture, "find_sites"),
-    "binding": (capture.Binder, "bind"),
+    "binding": (capture.CapturedBackward, "_bind"),
     "estimates": (capture, "estimates_of"),
     "reductions": (compilation, "with_reductions"),
     "passes": (compilation.CompiledBackward, "_pipeline"),

@@ -22,12 +22,10 @@ from parity import AOT, compile_whole, expect_half
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.utils import fresh_cache
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
-from dp_compile._torch import dynamo, guards
+from dp_compile._torch import dynamo
 from dp_compile.engine import compile as compilation
-from dp_compile.engine import ready
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -36,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 def without(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many inputs each run without Dynamo had."""
     runs: list[int] = []
-    run = ready.Ready.run
+    run = compilation._Plain.run
 
-    def counted(self: ready.Ready, inputs: list[Any]) -> Any:
+    def counted(self: compilation._Plain, inputs: list[Any]) -> Any:
         runs.append(len(inputs))
         return run(self, inputs)
 
-    monkeypatch.setattr(ready.Ready, "run", counted)
+    monkeypatch.setattr(compilation._Plain, "run", counted)
     return runs
 
 
@@ -70,13 +68,14 @@ def copied(graph: fx.Graph) -> fx.Graph:
 def dynamos(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often Dynamo was asked to trace a backward."""
     asked: list[int] = []
-    make = compilation.CompiledBackward._compile
+    make = compilation.CompiledBackward._make
 
-    def noted(self: compilation.CompiledBackward, *args: Any) -> Any:
-        asked.append(1)
-        return make(self, *args)
+    def noted(self: compilation.CompiledBackward, inputs: Any) -> Any:
+        made = make(self, inputs)
+        asked.extend([] if isinstance(made, compilation._Plain) else [1])
+        return made
 
-    monkeypatch.setattr(compilation.CompiledBackward, "_compile", noted)
+    monkeypatch.setattr(compilation.CompiledBackward, "_make", noted)
     return asked
 
 
@@ -233,11 +232,9 @@ class Attention(nn.Module):
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
-    "whole": (net, compile_whole, {}),
     "with eager code": (Blocks, compiled_blocks, {}),
     "attention": (Attention, compile_whole, {}),
     "unused": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
-    "bf16 wire": (net, compile_whole, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}),
     "without synchronisation": (net, compile_whole, {}),
 }
 
@@ -251,8 +248,7 @@ def test_the_graph_is_dynamos(
     gradients: list[list[torch.Tensor | None]] = []
     for by_dynamo in (False, True):
         if by_dynamo:
-            ask = lambda self, replicas: self._compile(replicas)  # noqa: E731
-            monkeypatch.setattr(compilation.CompiledBackward, "_compile_without_dynamo", ask)
+            monkeypatch.delattr(compilation, "check_plain")
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = dp_compile.replicate(make(), **{"config": AOT} | options)
@@ -336,7 +332,7 @@ class Sub(torch.Tensor):
 
 def test_what_fits_is_what_dynamo_would_guard_on() -> None:
     tensors = [torch.ones(3, 4), torch.ones(2, requires_grad=True)]
-    fits = guards.Fits(tensors)
+    fits = dynamo.Fits(tensors)
     assert fits([torch.zeros(3, 4), torch.zeros(2, requires_grad=True)])
     for others in (
         tensors[:1],
@@ -350,7 +346,7 @@ def test_what_fits_is_what_dynamo_would_guard_on() -> None:
     ):
         assert not fits(others)
     same = torch.ones(2)
-    assert not guards.Fits([torch.ones(2), torch.ones(2)])([same, same])
+    assert not dynamo.Fits([torch.ones(2), torch.ones(2)])([same, same])
     with torch.autocast("cpu", torch.bfloat16):
         assert not fits(tensors)
 
