@@ -60,9 +60,7 @@ def test_hooks_become_few_collectives_in_one_graph() -> None:
     assert record.graphs == 1
     assert record.collectives == len(twin.report.plan.buckets)
     assert 1 < record.collectives < record.hooks
-    bucketing = record.passes[0]
-    assert bucketing.after["all_reduce"] == record.collectives
-    assert "reduce_grad" not in bucketing.after
+    assert record.passes[0].collectives == record.collectives
 
 
 def test_exactly_one_more_capture_when_gradients_are_kept() -> None:
