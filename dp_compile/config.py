@@ -107,7 +107,7 @@ class ReplicateConfig:
             `broadcast_buffers`. torch's `forward_sync_buffers=False` is `broadcast_buffers=False` and this.
         check_reductions: `bool`, default `True`. Check when a graph is new that every gradient is reduced exactly once;
             in each synchronised backward, by flags that travel with the gradients, that no rank left a parameter out,
-            reduced another module or changed parameters too early; and, as often as it costs 0.1 % of the time, that
+            reduced another module or changed parameters too early; and, after 2, 4, 8, ... and each 1,024 of them, that
             parameters are equal on all ranks: not with a comm hook, or on different machines, whose optimizers may
             round differently.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. The host waits for
@@ -215,7 +215,7 @@ def dump_directory() -> str | None:
 def check_parameters_every() -> int | None:
     """After how many synchronised backwards ranks compare their parameters; 0: never.
 
-    For debugging: the environment variable says. `None`: as often as it costs 0.1 % of the time.
+    For debugging: the environment variable says. `None`: after 2, 4, 8, ... and each 1,024.
 
     Raises:
         ConfigError: the variable holds something else than a number of backwards.
