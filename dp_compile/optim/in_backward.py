@@ -18,6 +18,7 @@ from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.events import UPDATE
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.supported import OPTIMIZER, check_supported
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.deferred import Deferred, plan_for, watch
@@ -67,8 +68,7 @@ def in_backward(
         ModuleError: `model` is not replicated, or waits for its first forward.
     """
     replica = replica_of(model)
-    if not replica.reduces_gradients:
-        raise ConfigError("no gradient of this module is reduced: an optimizer steps in its backward already.")
+    check_supported(replica, (OPTIMIZER,))
     refuse_dtensors(model, "in_backward()")
     _check(optimizer, max_norm, scaler)
     _check_ways(overlap_forward, shard, "max_norm" if max_norm is not None else "scaler" if scaler is not None else "")

@@ -34,6 +34,7 @@ from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.supported import SHARD, check_supported
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Pending
@@ -188,18 +189,7 @@ class Sharded(InBackward):
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """What would not be exact, or cannot be cut, is refused by name."""
-        if replica.after.parts_to is not None:
-            raise ConfigError("the module has a sharded optimizer already. Give that one all parameters, in groups.")
-        obstacles = {
-            "each gradient is reduced by itself: passes= has none that makes buckets": replica.strategy == "single",
-            "its device_mesh has two levels of network": replica.group.levels is not None,
-            "it has a comm hook, which needs whole gradients": replica.comm_hook is not None,
-            "check_nan looks at whole gradients": replica.config.check_nan,
-            "inputs may be uneven, in join()": replica.uneven is not None,
-        }
-        for obstacle, stands in obstacles.items():
-            if stands:
-                raise ConfigError(f"the optimizer of this module cannot be sharded: {obstacle}. Use shard=False.")
+        check_supported(replica, (SHARD,))
         planned, at = strides_of(replica.plan), dict[int, str]()
         frozen = {id(parameter) for _, parameter in replica.frozen}  # they have no gradient, and never will
         every = (each for group in optimizer.param_groups for each in group["params"])

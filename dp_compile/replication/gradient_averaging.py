@@ -10,19 +10,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dp_compile.comm_hooks.comm_hook import CommHook, HookFunction, make_comm_hook
+from dp_compile.comm_hooks.comm_hook import HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.plan_sync import agree, agree_in_call, meeting, table_in_backward, telling_the_others
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.engine.supported import (
+    AVERAGING,
+    CALLED_HOOK,
+    COMM_HOOK,
+    DIVIDE_FACTOR,
+    FUNCTIONAL_HOOK,
+    HOOK_OF_VALUES,
+    check_supported,
+)
+from dp_compile.errors import ConfigError
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.planner import Planned
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.planning import make_plan
-from dp_compile.replication.selection import refuse_sparse
-from dp_compile.replication.tensor_parallel import refuse_hook_of_dtensors
 
 logger = logging.getLogger("dp_compile.comm_hook")
 
@@ -77,10 +84,7 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
     with telling_the_others(replica, "set_gradient_divide_factor()"):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ConfigError(f"gradient_divide_factor must be a finite number > 0, got {factor!r}.")
-        refuse_without_reductions(replica, name)
-        if replica.comm_hook is not None:
-            hook = replica.comm_hook.name
-            raise ModuleError(f"{name} has comm hook {hook}, which says what gradients are divided by.")
+        check_supported(replica, (AVERAGING, DIVIDE_FACTOR), module=name)
     agree_in_call(replica, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     averaging = replica.group.averaging
     if averaging.divide_by != factor:
@@ -91,14 +95,11 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
 def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
     """See `ReplicatedModule.register_comm_hook`. `name`: of the module's class."""
     with telling_the_others(replica, "register_comm_hook()"):
-        refuse_without_reductions(replica, name)
-        refuse_parts(replica, "a comm hook")
-        if replica.comm_hook is not None:
-            raise ModuleError(f"{name} has a comm hook already, {replica.comm_hook.name}. Register one, once.")
-        if replica.history.backwards.total():
-            raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
+        check_supported(replica, (AVERAGING, COMM_HOOK), module=name)
         hook = make_comm_hook(state, function, replica.group.process_group, replica.group.backend)
-        _check_supported(replica, name, hook)
+        kinds = [FUNCTIONAL_HOOK] if hook.memory is not None else [CALLED_HOOK] if hook.is_called else []
+        kinds += [HOOK_OF_VALUES] if hook.averaging.hook is not None else []
+        check_supported(replica, tuple(kinds), added=f"comm hook {hook.name}", module=name)
     replica.comm_hook = hook
     try:
         if hook.memory is not None:
@@ -117,32 +118,6 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
         logger.warning("%s has comm hook %s: %s: %s.", name, hook.name, what, hook.why_called)
 
 
-def _check_supported(replica: Replica, name: str, hook: CommHook) -> None:
-    """Refuse the options, sparse gradients and DTensors that a comm hook cannot be combined with."""
-    has_levels, policy = replica.group.levels is not None, replica.config.mp_policy
-    obstacles = {
-        "the device_mesh has two dimensions": has_levels,
-        "no pass makes buckets": replica.strategy == "single",
-    }
-    if hook.memory is not None and any(obstacles.values()):
-        stated = " and ".join(obstacle for obstacle, stands in obstacles.items() if stands)
-        raise ConfigError(
-            f"comm hook {hook.name} reduces the buckets of a plan, over all ranks at once: {stated}. Leave that option "
-            "as it is by default, or use another hook."
-        )
-    if hook.is_called and has_levels:
-        raise ConfigError(
-            f"comm hook {hook.name} reduces over one group, but the device_mesh of {name} has two dimensions. Use a "
-            "hook of torch's that only casts, or one dimension."
-        )
-    given = "a reduce_dtype in its mp_policy" if policy is not None and policy.reduce_dtype is not None else ""
-    given = given if replica.config.gradient_divide_factor is None else "gradient_divide_factor"
-    if given:
-        raise ConfigError(f"{name} has {given}: a comm hook would say otherwise how gradients are averaged. Give one.")
-    refuse_hook_of_dtensors(replica, hook)
-    refuse_sparse(replica.names, replica.sparse, f"comm hook {hook.name}")
-
-
 def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
     """Compare the state of a functional hook with the other ranks. The user keeps it, so not a replica."""
     replica = of()
@@ -150,18 +125,3 @@ def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
     table = table_in_backward(replica)
     if table is not None:
         agree(table, meeting(replica, call), {"state of the comm hook": said}, call=call)
-
-
-def refuse_without_reductions(replica: Replica, name: str) -> None:
-    """Refuse a module whose gradients are not reduced at all."""
-    if not replica.reduces_gradients:
-        raise ModuleError(f"no gradient of {name} is reduced: how they are averaged has no meaning.")
-
-
-def refuse_parts(replica: Replica, what: str) -> None:
-    """Refuse a module of whose reduced gradients each rank has a part only."""
-    if replica.after.parts_to is not None:
-        raise ModuleError(
-            f"{what} needs whole gradients, but the module of {replica.names[0]} has a sharded optimizer, for which "
-            "each rank reduces a part. Use in_backward() without shard=True."
-        )

@@ -32,8 +32,8 @@ from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.supported import AVERAGING, JOIN, check_supported
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.replication.gradient_averaging import refuse_parts, refuse_without_reductions
 from dp_compile.replication.module import behind, parts_of, replica_of
 
 MOST_MODULES: Final = 16
@@ -102,7 +102,7 @@ class ReplicaJoinable(Joinable):
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
-        refuse_without_reductions(replica, f"the module of {replica.names[0]}")
+        check_supported(replica, (AVERAGING,))
         self.replica = replica
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -124,7 +124,7 @@ def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
     Raises:
         ModuleError: an optimizer has its gradients in parts.
     """
-    refuse_parts(replica, "join()")
+    check_supported(replica, (JOIN,))
     replica.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
     return hook
 

@@ -29,6 +29,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import Meeting, Statement, describe_plan
 from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import Replica, Revision, Revisions
+from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
@@ -61,7 +62,6 @@ from dp_compile.replication.selection import (
     device_of,
     is_waiting,
     owning_modules,
-    refuse_sparse,
     select,
     units_of,
 )
@@ -395,10 +395,6 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
     averaging = Averaging(None if wire is None else str(wire).removeprefix("torch."), config.gradient_divide_factor)
     group = group_on(meeting.group.process_group, parameters[0].device.type)
     group = dataclasses.replace(group, averaging=averaging, levels=meeting.group.levels)
-    if group.levels is not None:
-        refuse_sparse(names, sparse, "a device_mesh with two dimensions")
-    if wire is not None:
-        refuse_sparse(names, sparse, "reduce_dtype")
     gradients, policy = gradient_specs(parameters, names, group, sparse), request.bucket_policy
     units = None if policy is None else units_of(target.module, policy, target.left_alone)
     planning = make_plan(target.module, gradients, group, config, request.passes, units)
@@ -420,6 +416,7 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
         beside_shards=target.sharded,
         sparse=sparse,
     )
+    check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica

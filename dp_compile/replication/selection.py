@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -281,15 +281,6 @@ def _check_gradient(name: str, parameter: nn.Parameter, *, fake_allowed: bool) -
         raise ModuleError(
             f"torch's _apply_optimizer_in_backward() was called for {name}: its hook would update with this rank's own "
             "gradient. Call dp_compile.optim.in_backward(model, optimizer) after replicate()."
-        )
-
-
-def refuse_sparse(names: Sequence[str], sparse: Collection[int], what: str) -> None:
-    """Refuse sparse gradients, naming the first, with something that they cannot be combined with."""
-    if sparse:
-        raise ConfigError(
-            f"the gradient of {names[min(sparse)]} is sparse, which {what} cannot be combined with. Build its module "
-            "with sparse=False, or leave that out."
         )
 
 

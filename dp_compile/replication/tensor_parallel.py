@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import dtensors
-from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import fully_qualified
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.replication.selection import Selection
 
@@ -38,16 +36,6 @@ def check_dtensors(target: Selection, group: Group) -> None:
             )
         if name in target.trainable and tensor.is_complex():
             raise ModuleError(f"{name} is a complex DTensor; real ones are supported.")
-
-
-def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
-    """Refuse a comm hook that does more than cast: it would work on parts of gradients."""
-    if replica.dtensors and hook.averaging.hook is not None:
-        raise ConfigError(
-            f"comm hook {hook.name} would see parts of gradients, as {replica.names[min(replica.dtensors)]} is a "
-            "DTensor: what it makes of them would depend on how they are cut. Use a hook of torch's that only casts, "
-            "with the module's group as its state, or mp_policy=MixedPrecisionPolicy(reduce_dtype=...)."
-        )
 
 
 def refuse_dtensors(module: nn.Module, what: str) -> None:

@@ -122,7 +122,7 @@ def test_uneven_inputs(ranks2: Ranks) -> None:
             lambda: dp_compile.replicate(Words(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
         ),
         (
-            "comm hook",
+            "a comm hook",
             lambda: dp_compile.replicate(Words()).register_comm_hook(dist.group.WORLD, fp16_compress_hook),
         ),
     ],

@@ -1,0 +1,115 @@
+"""What cannot be combined, in ONE table: how gradients are averaged, of which kind they are, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dp_compile.engine.replica import Replica
+from dp_compile.errors import ConfigError, ModuleError
+
+AVERAGING: Final = "how gradients are averaged"
+CALLED_HOOK: Final = "a comm hook that is called with each bucket"
+CHECK_NAN: Final = "check_nan"
+COMM_HOOK: Final = "a comm hook"
+DIVIDE_FACTOR: Final = "gradient_divide_factor"
+DTENSORS: Final = "DTensors"
+FUNCTIONAL_HOOK: Final = "a functional comm hook"
+HAS_RUN: Final = "a backward has run"
+HOOK_OF_VALUES: Final = "a comm hook that does more than cast"
+OPTIMIZER: Final = "an optimizer that updates in the backward"
+JOIN: Final = "join()"
+NO_BUCKETS: Final = "no pass makes buckets"
+NO_REDUCTION: Final = "gradients are not reduced"
+REDUCE_DTYPE: Final = "reduce_dtype"
+SHARD: Final = "an optimizer with shard=True"
+SPARSE: Final = "sparse gradients"
+TWO_LEVELS: Final = "a device_mesh with two dimensions"
+
+_IS_THERE: Final[Mapping[str, Callable[[Replica], bool]]] = {
+    CHECK_NAN: lambda replica: replica.config.check_nan,
+    COMM_HOOK: lambda replica: replica.comm_hook is not None,
+    DIVIDE_FACTOR: lambda replica: replica.config.gradient_divide_factor is not None,
+    DTENSORS: lambda replica: bool(replica.dtensors),
+    HAS_RUN: lambda replica: replica.history.backwards.total() > 0,
+    JOIN: lambda replica: replica.uneven is not None,
+    NO_BUCKETS: lambda replica: replica.strategy == "single",
+    NO_REDUCTION: lambda replica: not replica.reduces_gradients,
+    REDUCE_DTYPE: lambda replica: getattr(replica.config.mp_policy, "reduce_dtype", None) is not None,
+    SHARD: lambda replica: replica.after.parts_to is not None,
+    SPARSE: lambda replica: bool(replica.sparse),
+    TWO_LEVELS: lambda replica: replica.group.levels is not None,
+}
+
+_TWO_AVERAGES: Final = "a comm hook would say otherwise how gradients are averaged. Give one."
+_OF_A_PLAN: Final = (
+    "{added} reduces the buckets of a plan, over all ranks at once: %s. Leave that option as it is by default, or use "
+    "another hook."
+)
+_WHOLE: Final = (
+    "{added} needs whole gradients, but {module} has a sharded optimizer, for which each rank reduces a part. Use "
+    "in_backward() without shard=True."
+)
+_IS_SPARSE: Final = (
+    "the gradient of {sparse} is sparse, which {added} cannot be combined with. Build its module with sparse=False, or "
+    "leave that out."
+)
+_NOT_SHARDED: Final = "the optimizer of this module cannot be sharded: %s. Use shard=False."
+
+_TABLE: Final[Mapping[tuple[str, str], str]] = {
+    (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced: how they are averaged has no meaning.",
+    (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which says what gradients are divided by.",
+    (COMM_HOOK, SHARD): _WHOLE,
+    (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Register one, once.",
+    (COMM_HOOK, HAS_RUN): "a backward of {module} has run already. Register comm hooks before the first one.",
+    (FUNCTIONAL_HOOK, TWO_LEVELS): _OF_A_PLAN % "the device_mesh has two dimensions",
+    (FUNCTIONAL_HOOK, NO_BUCKETS): _OF_A_PLAN % "no pass makes buckets",
+    (CALLED_HOOK, TWO_LEVELS): (
+        "{added} reduces over one group, but the device_mesh of {module} has two dimensions. Use a hook of torch's "
+        "that only casts, or one dimension."
+    ),
+    (COMM_HOOK, REDUCE_DTYPE): "{module} has a reduce_dtype in its mp_policy: " + _TWO_AVERAGES,
+    (COMM_HOOK, DIVIDE_FACTOR): "{module} has gradient_divide_factor: " + _TWO_AVERAGES,
+    (HOOK_OF_VALUES, DTENSORS): (
+        "{added} would see parts of gradients, as {dtensor} is a DTensor: what it makes of them would depend on how "
+        "they are cut. Use a hook of torch's that only casts, with the module's group as its state, or "
+        "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)."
+    ),
+    (COMM_HOOK, SPARSE): _IS_SPARSE,
+    (REDUCE_DTYPE, SPARSE): _IS_SPARSE,
+    (TWO_LEVELS, SPARSE): _IS_SPARSE,
+    (JOIN, SHARD): _WHOLE,
+    (OPTIMIZER, NO_REDUCTION): "no gradient of this module is reduced: an optimizer steps in its backward already.",
+    (SHARD, SHARD): "the module has a sharded optimizer already. Give that one all parameters, in groups.",
+    (SHARD, NO_BUCKETS): _NOT_SHARDED % "each gradient is reduced by itself: passes= has none that makes buckets",
+    (SHARD, TWO_LEVELS): _NOT_SHARDED % "its device_mesh has two levels of network",
+    (SHARD, COMM_HOOK): _NOT_SHARDED % "it has a comm hook, which needs whole gradients",
+    (SHARD, CHECK_NAN): _NOT_SHARDED % "check_nan looks at whole gradients",
+    (SHARD, JOIN): _NOT_SHARDED % "inputs may be uneven, in join()",
+}
+
+
+def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = "", module: str = "") -> None:
+    """Refuse to add something to a module that has what it cannot be combined with.
+
+    Args:
+        replica: of the module.
+        kinds: of what is added, from the table.
+        added: its name in the message; by default its kind.
+        module: the module's name in the message.
+
+    Raises:
+        ModuleError: an earlier call for this module stands against it.
+        ConfigError: an option, a kind of gradients, or another optimizer does.
+    """
+    for (kind, found), sentence in _TABLE.items():
+        if kind in kinds and _IS_THERE[found](replica):
+            is_of_module = kind not in (OPTIMIZER, SHARD) and found in (NO_REDUCTION, SHARD, COMM_HOOK, HAS_RUN)
+            names = {
+                "added": added or kind,
+                "module": module or f"the module of {replica.names[0]}",
+                "hook": replica.comm_hook and replica.comm_hook.name,
+                "dtensor": replica.names[min(replica.dtensors, default=0)],
+                "sparse": replica.names[min(replica.sparse, default=0)],
+            }
+            raise (ModuleError if is_of_module else ConfigError)(sentence.format(**names))
