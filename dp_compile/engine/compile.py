@@ -115,15 +115,21 @@ class CompiledBackward:
         self._replicas, self._settling = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
         untold = events.NO_BUCKETS if self._to_reduce.deferred else "" if self._has_run else events.COMPILED_IN_IT
         try:
-            with events.TellingOfBackward(events.Backward(self._settling, captured=True, untold=untold)) as audience:
-                if audience and not untold and any(replica.plan.buckets for replica in self._settling):
-                    self._events = BucketEvents([replica.plan for replica in self._settling], audience)
+            with events.telling_of_backward(events.Backward(self._settling, captured=True, untold=untold)) as told:
+                if (
+                    told
+                    and told[0].listeners
+                    and not untold
+                    and any(replica.plan.buckets for replica in self._settling)
+                ):
+                    self._events = BucketEvents([replica.plan for replica in self._settling], told)
                 started = time.monotonic()
                 if self._run is None:
                     self._run = self._make(inputs)
                 outputs, reduced = self._run(inputs, *rest)
                 if self._log.graphs:
-                    audience.void(events.COMPILED_IN_IT)
+                    for each in told[:1]:  # every module has the same listeners
+                        each.void(events.COMPILED_IN_IT)
                     _say_if_late(replicas, time.monotonic() - started)
         except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, DPCompileError):

@@ -1,42 +1,45 @@
 """What the engine tells of synchronised backwards and compilations, and to whom. It knows none of the listeners.
 
-Clocks, dumps and ranges in a profiler's trace are listeners. A module has observers of its own (`Replica.observers`);
-those of `_always` see every module.
+Clocks, dumps and ranges in a profiler's trace are listeners. Observers of `observers_of` a module see its backwards;
+those of `_always` see every module. Nothing is timed or dispatched without a listener.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch import fx
 
 from dp_compile._torch import autograd
+from dp_compile.engine.replica import Replica
 from dp_compile.fx.collectives import is_launch, is_wait_op
+from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.ready_times import Launches
 from dp_compile.plan.reduction import launch_order
 
-if TYPE_CHECKING:
-    from torch import fx
-
-    from dp_compile.engine.replica import Replica
-    from dp_compile.passes.result import GraphPass
-
 CAPTURED: Final = "captured"
 """The stage of a backward as Dynamo leaves it, before any pass."""
-
 COMPILED_IN_IT: Final = "code was compiled in it"
 NO_BUCKETS: Final = "no pass makes buckets"
 
+LAUNCH: Final = "launch"
+WAIT: Final = "wait"
+"""Of a bucket."""
 UPDATE: Final = "update"
 GATHER: Final = "gather"
 FORWARD: Final = "forward"
-"""What follows reductions: an optimizer updates parameters, they go round, a forward runs that waits for updates."""
+"""What follows reductions: an optimizer updates parameters, shards are gathered, a forward waits for updates."""
+
+
+# --- backwards --------------------------------------------------------------------------------------------------------
 
 
 class Backward(NamedTuple):
@@ -54,8 +57,7 @@ class Backward(NamedTuple):
 class BackwardListener:
     """Listens to one backward, as a context from where it is entered to where everything has arrived.
 
-    Launches and waits are blocks, by the module's place in `Backward.replicas` and the bucket's in its plan. What an
-    optimizer has left for the next forward is waited for when the context has been left already.
+    What an optimizer has deferred to the next forward is waited for when the context has been left already.
     """
 
     def __enter__(self) -> object:
@@ -64,18 +66,96 @@ class BackwardListener:
     def __exit__(self, *error: Any) -> None:
         """Does nothing here."""
 
-    def launch(self, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+    def during(self, what: str, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
+        """What runs inside is `what`: `LAUNCH` or `WAIT` of a bucket; or `UPDATE`, `GATHER`, `FORWARD`, of no bucket.
 
-    def wait(self, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def follow(self, module: int, what: str) -> contextlib.AbstractContextManager[Any]:
-        """What runs inside follows reductions, `UPDATE`, `GATHER` or `FORWARD`, in the backward or behind its end."""
+        Args:
+            what: one of these five.
+            module: its place in `Backward.replicas`.
+            bucket: its number in the module's plan; -1: none.
+        """
         return contextlib.nullcontext()
 
     def void(self, why: str) -> None:
         """What was told of this backward means nothing: code was compiled in it, say."""
+
+
+class Observer:
+    """Is asked at each backward and each compilation whether it wants to listen; here it does not."""
+
+    def backward(self, begun: Backward) -> BackwardListener | None:
+        return None
+
+    def compilation(self, begun: Compilation) -> CompilationListener | None:
+        return None
+
+    def compiled(self, replicas: Sequence[Replica]) -> None:
+        """A backward of these modules was compiled, has run, and is in their records."""
+
+
+class Listeners(NamedTuple):
+    """Those who listen to one backward; of one of its modules, if that is said."""
+
+    listeners: tuple[BackwardListener, ...] = ()
+    module: int = 0
+
+    def during(self, what: str, bucket: int = -1) -> contextlib.AbstractContextManager[Any]:
+        return self._during(what, bucket) if self.listeners else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _during(self, what: str, bucket: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for listener in self.listeners:
+                stack.enter_context(listener.during(what, self.module, bucket))
+            yield
+
+    def void(self, why: str) -> None:
+        for listener in self.listeners:
+            listener.void(why)
+
+
+NO_LISTENERS: Final = Listeners()
+
+_always: Final[list[str | Observer]] = ["dp_compile.insight.dumps:observer", "dp_compile.insight.ranges:observer"]
+"""Observers of every module, as `module:name`, imported with the first event: the engine imports no room above it."""
+_observers: Final[weakref.WeakKeyDictionary[Replica, list[Observer]]] = weakref.WeakKeyDictionary()
+_listeners: Final[weakref.WeakKeyDictionary[Replica, Listeners]] = weakref.WeakKeyDictionary()
+
+
+def observers_of(replica: Replica) -> list[Observer]:
+    """Those of this module only; to be changed. They must not hold the replica."""
+    return _observers.setdefault(replica, [])
+
+
+def listeners_of(replica: Replica) -> Listeners:
+    """Who listens to the latest backward of a module, for what comes after its end."""
+    return _listeners.get(replica, NO_LISTENERS)
+
+
+def _asked(replicas: Sequence[Replica]) -> Iterator[Observer]:
+    for number, observer in enumerate(_always):
+        if isinstance(observer, str):
+            module, _, name = observer.partition(":")
+            _always[number] = observer = getattr(import_module(module), name)
+        yield observer
+    for replica in replicas:
+        yield from _observers.get(replica, ())
+
+
+@contextlib.contextmanager
+def telling_of_backward(begun: Backward) -> Iterator[tuple[Listeners, ...]]:
+    """Around a backward: who listens to it, for each of its modules."""
+    asked = [observer.backward(begun) for observer in _asked(begun.replicas)] if begun.replicas else []
+    listening = tuple(listener for listener in asked if listener is not None)
+    told = tuple(Listeners(listening, module) for module in range(len(begun.replicas)))
+    _listeners.update(zip(begun.replicas, told, strict=True))
+    with contextlib.ExitStack() as stack:
+        for listener in listening:
+            stack.enter_context(listener)
+        yield told
+
+
+# --- compilations -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +178,7 @@ class Compilation:
 
 
 class CompilationListener(Protocol):
-    """Sees one backward being compiled. While somebody does, code is generated anew instead of taken from a cache."""
+    """Sees one backward being compiled. With a listener, code is generated instead of taken from a cache."""
 
     def __enter__(self) -> object: ...
 
@@ -109,124 +189,10 @@ class CompilationListener(Protocol):
     def code(self, graph: fx.Graph, code: str) -> None: ...
 
 
-class Observer:
-    """Is asked at each backward and each compilation whether it wants to listen; here it does not."""
-
-    def backward(self, begun: Backward) -> BackwardListener | None:
-        return None
-
-    def compilation(self, begun: Compilation) -> CompilationListener | None:
-        return None
-
-    def compiled(self, replicas: Sequence[Replica]) -> None:
-        """A backward of these modules was compiled, has run, and is in their records."""
-
-
-@dataclass(frozen=True, slots=True)
-class Audience:
-    """Those who listen to one backward."""
-
-    listeners: tuple[BackwardListener, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.listeners)
-
-    @contextlib.contextmanager
-    def launching(self, module: int, bucket: int) -> Iterator[None]:
-        """What runs inside launches a bucket."""
-        with contextlib.ExitStack() as stack:
-            for listener in self.listeners:
-                stack.enter_context(listener.launch(module, bucket))
-            yield
-
-    @contextlib.contextmanager
-    def waiting(self, module: int, bucket: int) -> Iterator[None]:
-        """What runs inside waits for a bucket."""
-        with contextlib.ExitStack() as stack:
-            for listener in self.listeners:
-                stack.enter_context(listener.wait(module, bucket))
-            yield
-
-    @contextlib.contextmanager
-    def following(self, module: int, what: str) -> Iterator[None]:
-        """What runs inside follows reductions."""
-        with contextlib.ExitStack() as stack:
-            for listener in self.listeners:
-                stack.enter_context(listener.follow(module, what))
-            yield
-
-    def void(self, why: str) -> None:
-        for listener in self.listeners:
-            listener.void(why)
-
-
-NOBODY: Final = Audience()
-
-
-class Told(NamedTuple):
-    """Who hears of a module's latest backward, and as which of its modules. Kept for what comes behind its end."""
-
-    audience: Audience = NOBODY
-    module: int = 0
-
-    def waiting(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
-        return self.audience.waiting(self.module, bucket) if self.audience else contextlib.nullcontext()
-
-    def following(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        return self.audience.following(self.module, what) if self.audience else contextlib.nullcontext()
-
-
-UNTOLD: Final = Told()
-"""Nobody hears of it."""
-
-_always: Final[list[str | Observer]] = ["dp_compile.insight.dumps:observer", "dp_compile.insight.ranges:observer"]
-"""Observers of every module, as `module:name`, imported with the first event: the engine imports no room above it."""
-
-
-def _observers(replicas: Sequence[Replica]) -> Iterator[Observer]:
-    for number, observer in enumerate(_always):
-        if isinstance(observer, str):
-            module, _, name = observer.partition(":")
-            _always[number] = observer = getattr(import_module(module), name)
-        yield observer
-    for replica in replicas:
-        yield from replica.observers
-
-
-class TellingOfBackward:
-    """Around a backward: who listens to it. Without synchronised modules there is nothing to tell."""
-
-    __slots__ = ("_begun", "_stack")
-
-    def __init__(self, begun: Backward) -> None:
-        self._begun = begun
-        self._stack: contextlib.ExitStack | None = None
-
-    def __enter__(self) -> Audience:
-        replicas = self._begun.replicas
-        if not replicas:
-            return NOBODY
-        asked = [observer.backward(self._begun) for observer in _observers(replicas)]
-        listeners = tuple(listener for listener in asked if listener is not None)
-        audience = Audience(listeners) if listeners else NOBODY  # nearly always
-        for module, replica in enumerate(replicas):
-            replica.told = Told(audience, module)
-        if listeners:
-            with contextlib.ExitStack() as stack:  # leaves those that it has entered if one fails
-                for listener in listeners:
-                    stack.enter_context(listener)
-                self._stack = stack.pop_all()
-        return audience
-
-    def __exit__(self, *error: Any) -> None:
-        if self._stack is not None:
-            self._stack.__exit__(*error)
-
-
 @contextlib.contextmanager
 def telling_of_compilation(begun: Compilation) -> Iterator[tuple[CompilationListener, ...]]:
     """Around a compilation: who looks at it."""
-    asked = [observer.compilation(begun) for observer in _observers(begun.replicas)]
+    asked = [observer.compilation(begun) for observer in _asked(begun.replicas)]
     with contextlib.ExitStack() as stack:
         listeners = tuple(listener for listener in asked if listener is not None)
         for listener in listeners:
@@ -236,27 +202,30 @@ def telling_of_compilation(begun: Compilation) -> Iterator[tuple[CompilationList
 
 def tell_compiled(replicas: Sequence[Replica]) -> None:
     """A backward of these modules was compiled, has run, and is in their records."""
-    for observer in _observers(replicas):
+    for observer in _asked(replicas):
         observer.compiled(replicas)
 
 
-class BucketEvents(autograd.TorchDispatchMode):
-    """Recognises the collectives of buckets among the ops that code calls, and tells an audience.
+# --- buckets in compiled code -----------------------------------------------------------------------------------------
 
-    Launches run in the order of the plans. One that does not have the sizes of the one that is next is somebody else's.
-    Of a bucket with several stages the first launch is told, and each wait.
+
+class BucketEvents(autograd.TorchDispatchMode):
+    """Recognises the collectives of buckets among the ops that compiled code calls, and tells those who listen.
+
+    Pushed only around code that is compiled already: nothing is compiled again for it. Launches run in the order of
+    the plans. One that does not have the sizes of the one that is next is not of a bucket. Of a bucket with several
+    stages the first launch is told, and each wait.
     """
 
     # Code with activation checkpointing calls such: what draws random numbers once more.
     supports_higher_order_operators = True
 
-    def __init__(self, plans: Sequence[BucketPlan], audience: Audience) -> None:
+    def __init__(self, plans: Sequence[BucketPlan], told: Sequence[Listeners]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._expected = [each for module, plan in enumerate(plans) for each in _launches(module, plan)]
-        self._audience = audience
+        self._expected = [each for plan, who in zip(plans, told, strict=True) for each in _launches(plan, who)]
         self._launched = 0
-        self._place_at: dict[int, tuple[int, int]] = {}
-        """Module and bucket by the address of what is reduced. It stays there until it has been waited for."""
+        self._place_at: dict[int, _Expected] = {}
+        """By the address of what is reduced. It stays there until it has been waited for."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -271,8 +240,8 @@ class BucketEvents(autograd.TorchDispatchMode):
     ) -> Any:
         if is_launch(func):
             return self._launch(func, args, kwargs or {})
-        if is_wait_op(func) and (place := self._place_at.pop(args[0].data_ptr(), None)) is not None:
-            with self._audience.waiting(*place):
+        if is_wait_op(func) and (of := self._place_at.pop(args[0].data_ptr(), None)) is not None:
+            with of.told.during(WAIT, of.bucket):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -282,35 +251,36 @@ class BucketEvents(autograd.TorchDispatchMode):
         if expected is None or expected.numels not in (None, [each.numel() for each in _listed(args[0])]):
             return func(*args, **kwargs)
         self._launched += 1
-        with self._audience.launching(*expected.place) if expected.is_first else contextlib.nullcontext():
+        with expected.told.during(LAUNCH, expected.bucket) if expected.is_first else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        self._place_at |= {each.data_ptr(): expected.place for each in _listed(result)}
+        self._place_at |= {each.data_ptr(): expected for each in _listed(result)}
         return result
 
 
 class _Expected(NamedTuple):
-    """A launch: of which module's bucket, how large its tensors are, and whether it is the bucket's first.
+    """A launch: of which bucket, how large its tensors are (`None`: a functional hook may send any size), and whether
+    it is the bucket's first."""
 
-    What a functional hook sends may have any size.
-    """
-
-    place: tuple[int, int]
+    told: Listeners
+    bucket: int
     numels: list[int] | None
     is_first: bool
 
 
-def _launches(module: int, plan: BucketPlan) -> Iterator[_Expected]:
+def _launches(plan: BucketPlan, told: Listeners) -> Iterator[_Expected]:
     stages = [bucket.key.reduction.stages for bucket in plan.buckets]
     numels = [[bucket.key.reduction.numels(numel) for numel in bucket.tensor_numels] for bucket in plan.buckets]
     given = [list(zip(*each, strict=True)) for each in numels]
     for bucket, stage in launch_order(stages):
         by_hook = plan.buckets[bucket].key.reduction.hook is not None
-        yield _Expected((module, bucket), None if by_hook else list(given[bucket][stage]), stage == 0)
+        yield _Expected(told, bucket, None if by_hook else list(given[bucket][stage]), stage == 0)
 
 
 def _listed(value: Any) -> Sequence[torch.Tensor]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
+
+# --- a clock ----------------------------------------------------------------------------------------------------------
 
 BLOCKED_S: Final = 100e-6
 """A wait that takes longer found its collective not finished. One that did not block takes 5 to 40 us (measured)."""
@@ -330,8 +300,7 @@ class TimedBucket(NamedTuple):
 
 
 class LaunchClock(BackwardListener):
-    """Notes when each bucket is launched and waited for, on the device's own clock. Listens to one backward, and to
-    what follows it.
+    """Notes when each bucket is launched and waited for, and what follows, on the device's own clock.
 
     Args:
         device: whose clock.
@@ -342,15 +311,11 @@ class LaunchClock(BackwardListener):
 
     def __init__(self, device: torch.device, then: Callable[[LaunchClock], None] | None = None) -> None:
         self.voided = ""
-        """Why it says nothing: what was told of the backward means nothing."""
-        self._device = device
-        self._then = then
-        self._launches: list[Stamp] = []
-        self._waits: list[_Wait] = []
-        self._follows: list[tuple[str, Stamp, Stamp]] = []
-        self._done: Stamp | None = None
-        self._end: Stamp | None = None
+        """Why it says nothing."""
+        self._device, self._then = device, then
+        self._blocks: list[tuple[str, int, Stamp, Stamp]] = []
         self._start = Stamp(device)
+        self._end = self._start
 
     def __exit__(self, *error: Any) -> None:
         self._end = Stamp(self._device)
@@ -358,26 +323,19 @@ class LaunchClock(BackwardListener):
             self._then(self)
 
     @contextlib.contextmanager
-    def launch(self, module: int, bucket: int) -> Iterator[None]:
-        self._launches.append(Stamp(self._device))
-        self._done = None
-        yield
-
-    @contextlib.contextmanager
-    def wait(self, module: int, bucket: int) -> Iterator[None]:
-        begin = Stamp(self._device)
-        self._done = self._done or begin
-        yield
-        self._waits.append(_Wait(bucket, begin, Stamp(self._device)))
-
-    @contextlib.contextmanager
-    def follow(self, module: int, what: str) -> Iterator[None]:
+    def during(self, what: str, module: int, bucket: int) -> Iterator[None]:
         begin = Stamp(self._device)
         yield
-        self._follows.append((what, begin, Stamp(self._device)))
+        self._blocks.append((what, bucket, begin, Stamp(self._device)))
 
     def void(self, why: str) -> None:
         self.voided = why
+
+    def _spans(self) -> list[tuple[str, int, float, float]]:
+        return [(what, bucket, self._s(begin), self._s(end)) for what, bucket, begin, end in self._blocks]
+
+    def _s(self, stamp: Stamp) -> float:
+        return stamp.seconds_after(self._start)
 
     def result(self) -> Launches | None:
         """Launches, and the first wait after the last one; `None` if nothing was launched and waited for.
@@ -385,11 +343,14 @@ class LaunchClock(BackwardListener):
         Stops the host until a GPU has come so far. Code that waits before it has launched everything looks slower than
         it is: what it waits for counts as compute.
         """
-        if self._done is None or not self._launches:
-            return None
-        return Launches(
-            tuple(stamp.seconds_after(self._start) for stamp in self._launches), self._done.seconds_after(self._start)
-        )
+        done = None
+        for what, _, begin_s, _ in self._spans():
+            if what == LAUNCH:
+                done = None
+            elif what == WAIT and done is None:
+                done = begin_s
+        launches = tuple(begin_s for what, _, begin_s, _ in self._spans() if what == LAUNCH)
+        return Launches(launches, done) if launches and done is not None else None
 
     def start_s_after(self, earlier: LaunchClock) -> float:
         """How long after another backward this one started."""
@@ -397,36 +358,29 @@ class LaunchClock(BackwardListener):
 
     def backward_s(self) -> float:
         """From the start to the end of the block."""
-        assert self._end is not None
-        return self._end.seconds_after(self._start)
+        return self._s(self._end)
 
     def follows(self) -> list[tuple[str, float, float]]:
         """What followed the reductions, in the order in which it ended: what, from when to when."""
-        return [
-            (what, begin.seconds_after(self._start), end.seconds_after(self._start))
-            for what, begin, end in self._follows
-        ]
-
-    def launched(self) -> int:
-        """How many buckets were launched."""
-        return len(self._launches)
+        return [(what, begin, end) for what, bucket, begin, end in self._spans() if bucket < 0]
 
     def buckets(self, count: int) -> tuple[TimedBucket, ...] | None:
         """The buckets in the plan's order; `None` if not each of `count` was launched and waited for."""
-        waits: dict[int, list[_Wait]] = {number: [] for number in range(count)}
-        for wait in self._waits:
-            waits[wait.bucket].append(wait)
-        if len(self._launches) != count or not all(waits.values()):
+        launches = [begin_s for what, _, begin_s, _ in self._spans() if what == LAUNCH]
+        waits: dict[int, list[tuple[float, float]]] = {number: [] for number in range(count)}
+        for what, bucket, begin_s, end_s in self._spans():
+            if what == WAIT:
+                waits[bucket].append((begin_s, end_s))
+        if len(launches) != count or not all(waits.values()):
             return None
-        return tuple(self._timed(stamp, waits[number]) for number, stamp in enumerate(self._launches))
-
-    def _timed(self, launch: Stamp, waits: list[_Wait]) -> TimedBucket:
-        spans = [(w.begin.seconds_after(self._start), w.end.seconds_after(self._start)) for w in waits]
-        return TimedBucket(
-            launch.seconds_after(self._start),
-            spans[0][0],
-            sum(end - begin for begin, end in spans),
-            max((end for begin, end in spans if end - begin > BLOCKED_S), default=None),
+        return tuple(
+            TimedBucket(
+                launch_s,
+                spans[0][0],
+                sum(end_s - begin_s for begin_s, end_s in spans),
+                max((end_s for begin_s, end_s in spans if end_s - begin_s > BLOCKED_S), default=None),
+            )
+            for launch_s, spans in zip(launches, waits.values(), strict=True)
         )
 
 
@@ -434,7 +388,6 @@ class Stamp:
     """A moment on the host's clock, or on a GPU's stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self._event: torch.Event | None = None
         self._time_s = time.perf_counter()
         if device.type != "cpu":
@@ -446,9 +399,3 @@ class Stamp:
             return self._time_s - start._time_s
         self._event.synchronize()
         return float(start._event.elapsed_time(self._event)) / 1e3
-
-
-class _Wait(NamedTuple):
-    bucket: int
-    begin: Stamp
-    end: Stamp

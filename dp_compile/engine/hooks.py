@@ -178,10 +178,8 @@ class ReductionRound:
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
-    audience: events.Audience = events.NOBODY
+    told: events.Listeners = events.NO_LISTENERS
     """Who is told of launches and waits."""
-    module: int = 0
-    """The module's place in what is told."""
 
     def __post_init__(self) -> None:
         self._await_next()
@@ -339,8 +337,8 @@ class ReductionRound:
             bucket,
             [self._source(member.gradient.index, flags) for member in bucket.members],
             self.replica.device,
-            partial(self.audience.launching, self.module, number),
-            partial(self.audience.waiting, self.module, number),
+            partial(self.told.during, events.LAUNCH, number),
+            partial(self.told.during, events.WAIT, number),
             state=self._state_of_hook(bucket),
             memory=self.memory,
         )
@@ -415,17 +413,17 @@ def reduce_eagerly(
     synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
     rounds: list[ReductionRound] = []
-    for number, replica in enumerate(synced):
-        this = ReductionRound(replica, before=rounds[-1] if rounds else None, module=number)
+    for replica in synced:
+        this = ReductionRound(replica, before=rounds[-1] if rounds else None)
         this.reached = tuple if reached is None else partial(reached, replica)
         if not create_graph:
             this.new = frozenset(index for index, each in enumerate(replica.parameters) if each.grad is None)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
     with Reporting(local | {each.replica: each for each in rounds}):
-        with events.TellingOfBackward(events.Backward(tuple(synced), captured=False)) as audience:
-            for each in rounds:
-                each.audience = audience
+        with events.telling_of_backward(events.Backward(tuple(synced), captured=False)) as told:
+            for each, listeners in zip(rounds, told, strict=True):
+                each.told = listeners
             try:
                 result = run()
                 for each in rounds:  # in the order in which they launch

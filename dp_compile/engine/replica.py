@@ -17,7 +17,6 @@ from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.events import UNTOLD, Observer, Told
 from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
 from dp_compile.engine.group import Group
 from dp_compile.engine.local_gradients import LocalGradients
@@ -239,11 +238,6 @@ class Replica:
     unused: UnusedParameters = field(default_factory=UnusedParameters)
     history: History = field(default_factory=History)
 
-    # Who hears of it.
-    observers: list[Observer] = field(default_factory=list)
-    """Who is told of this module's backwards, beside those who hear of all."""
-    told: Told = UNTOLD
-    """Who hears of its latest backward."""
     said: set[str] = field(default_factory=set)
     """Warnings that are given once for each module, and were."""
 

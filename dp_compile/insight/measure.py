@@ -13,7 +13,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile.engine.events import Backward, LaunchClock, Observer
+from dp_compile.engine.events import Backward, LaunchClock, Observer, observers_of
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
 from dp_compile.insight.observe import measured
@@ -77,14 +77,14 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     replica, measurement = replica_of(module), Measurement()
     if not replica.reduces_gradients:
         raise ModuleError("measure() times reductions; no gradient of this module is reduced. Use torch.profiler.")
-    if any(isinstance(each, _Recording) for each in replica.observers):
+    if any(isinstance(each, _Recording) for each in observers_of(replica)):
         raise ModuleError("this module is being measured already. Leave the other measure() block first.")
     recording = _Recording(replica)
-    replica.observers.append(recording)
+    observers_of(replica).append(recording)
     try:
         yield measurement
     finally:
-        replica.observers.remove(recording)
+        observers_of(replica).remove(recording)
         _conclude(measurement, replica, recording)
 
 

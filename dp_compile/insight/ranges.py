@@ -33,14 +33,8 @@ class BackwardRanges(BackwardListener):
     def __exit__(self, *error: Any) -> None:
         self._whole.__exit__(*error)
 
-    def launch(self, module: int, bucket: int) -> AbstractContextManager[Any]:
-        return record_function(f"{self._name(module, bucket)} launch")
-
-    def wait(self, module: int, bucket: int) -> AbstractContextManager[Any]:
-        return record_function(f"{self._name(module, bucket)} wait")
-
-    def follow(self, module: int, what: str) -> AbstractContextManager[Any]:
-        return record_function(FOLLOWING[what])
+    def during(self, what: str, module: int, bucket: int) -> AbstractContextManager[Any]:
+        return record_function(FOLLOWING[what] if what in FOLLOWING else f"{self._name(module, bucket)} {what}")
 
     def _name(self, module: int, bucket: int) -> str:
         of, members = f"module {module} " * (len(self._plans) > 1), self._plans[module].buckets[bucket]

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.events import UNTOLD, UPDATE, Told
+from dp_compile.engine.events import NO_LISTENERS, UPDATE, WAIT, Listeners, listeners_of
 from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError, ReductionError
@@ -86,7 +86,8 @@ class Deferred:
         on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
         left = PendingUpdate(
             deferred=self, replica=replica, indices=tuple(indices), buckets=tuple(number for number, _ in buckets),
-            told=replica.told, optimizer=optimizer, steps=self._steps, options=self._options, on_its_way=on_its_way,
+            told=listeners_of(replica), optimizer=optimizer, steps=self._steps, options=self._options,
+            on_its_way=on_its_way,
         )  # fmt: skip
         if replica.rehearses:
             left.drop()
@@ -181,7 +182,7 @@ class Pending(ABC):
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
-    told: Told = UNTOLD
+    told: Listeners = NO_LISTENERS
     addresses: tuple[int, ...] = ()
     """Of its parameters, when it was left."""
     versions: tuple[tuple[int, int], ...] = ()
@@ -311,7 +312,7 @@ class PendingUpdate(Pending):
         parameters, gradients = self.parameters, self._reduced()
         kept = [parameter.grad for parameter in parameters]
         with (
-            self.told.following(UPDATE),
+            self.told.during(UPDATE),
             self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
         ):
             for index, parameter in zip(self.indices, parameters, strict=True):
@@ -324,7 +325,7 @@ class PendingUpdate(Pending):
         """The gradients by index in the module, once they are here."""
         gradients: dict[int, torch.Tensor] = {}
         for number, bucket, launched in self.on_its_way:
-            with self.told.waiting(number):
+            with self.told.during(WAIT, number):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
             _, post_scale = ops.factors(bucket.key.reduction)

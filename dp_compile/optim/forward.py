@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from dp_compile._torch import inductor
-from dp_compile.engine.events import FORWARD
+from dp_compile.engine.events import FORWARD, listeners_of
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
@@ -127,8 +127,7 @@ def _noting(
                     replica.arrive()
                 if breaks or starts_here:
                     _say(replica, whole=not breaks)
-                if replica.told.audience:
-                    stack.enter_context(replica.told.following(FORWARD))
+                stack.enter_context(listeners_of(replica).during(FORWARD))
             result = compiled(*args)
         for replica in replicas if starts_here else ():
             replica.arrive()  # what it has not read: the loss may, which has the weight of the head

@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.events import UPDATE
+from dp_compile.engine.events import UPDATE, listeners_of
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import OPTIMIZER, check_supported
@@ -390,7 +390,7 @@ class InBackward:
                 parameter.grad = gradient
             if not replica.rehearses and self._may_step(optimizer, mine):
                 self._updated.update(indices)
-                with replica.told.following(UPDATE):
+                with listeners_of(replica).during(UPDATE):
                     optim.step_without_hooks(optimizer)
 
     def _may_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:

@@ -29,7 +29,7 @@ from torch.amp import GradScaler
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
-from dp_compile.engine.events import GATHER, UPDATE
+from dp_compile.engine.events import GATHER, UPDATE, listeners_of
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.record import SHARDED, OptimizerRecord
@@ -119,7 +119,7 @@ class PendingGather(Pending):
         self.round.work.wait()
 
     def finish(self) -> None:
-        with self.told.following(GATHER):
+        with self.told.during(GATHER):
             self.round.put_back(self.replica.parameters)
 
 
@@ -525,7 +525,7 @@ class Sharded(InBackward):
 
     def _step(self, gradients: Mapping[int, torch.Tensor]) -> None:
         if gradients:
-            with self._replicated().told.following(UPDATE), self._narrowed(gradients) as optimizer:
+            with listeners_of(self._replicated()).during(UPDATE), self._narrowed(gradients) as optimizer:
                 optim.step_without_hooks(optimizer)
         self._has_state = True
 
@@ -605,15 +605,15 @@ class Sharded(InBackward):
                 self.deferred.keep(
                     PendingGather(
                         deferred=self.deferred, replica=replica, indices=each.indices, buckets=(each.bucket,),
-                        told=replica.told, round=each,
+                        told=listeners_of(replica), round=each,
                     )
                 )  # fmt: skip
                 continue
             flights.append(each)
             if len(flights) > _GATHERS_AHEAD:
-                with held, replica.told.following(GATHER):
+                with held, listeners_of(replica).during(GATHER):
                     flights.popleft().put_back(self.parameters)
-        with replica.told.following(GATHER) if flights else contextlib.nullcontext():
+        with listeners_of(replica).during(GATHER) if flights else contextlib.nullcontext():
             for each in flights:
                 with held:
                     each.put_back(self.parameters)
@@ -631,7 +631,7 @@ class Sharded(InBackward):
                 if held.error is None:
                     self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
-            with replica.told.following(GATHER):
+            with listeners_of(replica).during(GATHER):
                 values = self._memory(number, numel, like)
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()

@@ -20,6 +20,7 @@ from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import CHECK_VARIABLE, HOOK_VARIABLE, ReplicateConfig, check_parameters_every, has_address
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.calibration import LaunchesForPlan
+from dp_compile.engine.events import observers_of
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
@@ -418,7 +419,7 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
     )
     check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
     if Revision.FROM_LAUNCHES in planning.revisions:
-        replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
+        observers_of(replica).append(LaunchesForPlan(weakref.ref(replica)))
     return replica
 
 

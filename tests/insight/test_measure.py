@@ -18,7 +18,7 @@ from torch._dynamo import utils as dynamo_utils
 import dp_compile
 from dp_compile._torch import compiler, distributed
 from dp_compile.engine import calibration
-from dp_compile.engine.events import Audience, BackwardListener, BucketEvents
+from dp_compile.engine.events import BackwardListener, BucketEvents, Listeners
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredStep, typical_step
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Layout
@@ -53,12 +53,8 @@ class Notes(BackwardListener):
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def launch(self, module: int, bucket: int) -> contextlib.AbstractContextManager[None]:
-        self.heard.append(f"launch {module}.{bucket}")
-        return contextlib.nullcontext()
-
-    def wait(self, module: int, bucket: int) -> contextlib.AbstractContextManager[None]:
-        self.heard.append(f"wait {module}.{bucket}")
+    def during(self, what: str, module: int, bucket: int) -> contextlib.AbstractContextManager[None]:
+        self.heard.append(f"{what} {module}.{bucket}")
         return contextlib.nullcontext()
 
 
@@ -71,7 +67,7 @@ def bucket_of(*numels: int, apart: bool = False) -> Bucket:
 class TestWhichBucket:
     def listen(self, buckets: list[Bucket]) -> tuple[Notes, BucketEvents]:
         notes = Notes()
-        return notes, BucketEvents([BucketPlan(tuple(buckets))], Audience((notes,)))
+        return notes, BucketEvents([BucketPlan(tuple(buckets))], [Listeners((notes,))])
 
     def test_code_that_draws_random_numbers_once_more(self) -> None:
         """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
