@@ -50,7 +50,7 @@ class CommHook:
     @property
     def said(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
-        memory = "" if self.memory is None else f", {self.memory.said}"
+        memory = "" if self.memory is None else f", after {self.memory.backwards} backwards"
         return self.name if self.is_called else f"{self.name}, known: {self.averaging}{memory}"
 
 
@@ -65,15 +65,25 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
             torch does not offer it for; or the state of a functional hook is no `HookState`.
     """
     if isinstance(function, FunctionalHook):
-        return _functional(state, function)
+        if not isinstance(state, HookState):
+            raise ConfigError(
+                f"functional comm hook {function!r} needs a state that lasts, got {type(state).__name__}. Call "
+                "register_comm_hook(dp_compile.HookState(), hook)."
+            )
+        state.check_free()
+        key, kept = register(function)  # plans know it by its key; the CommHook keeps it alive
+        return CommHook(state, kept, Averaging(hook=key, rounds=kept.rounds), state)
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
-    averaging = _averaging_of(state, function, group)
-    hook = (
-        CommHook(state, function, Averaging(hook=CALLED), why_called=_why_unknown(state, function, group))
-        if averaging is None
-        else CommHook(state, function, averaging)
-    )
+    cast = _cast_of(function)
+    if cast is None:
+        why = "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
+        hook = CommHook(state, function, Averaging(hook=CALLED), why_called=why)
+    elif (dist.group.WORLD if state is None else state) is not group:
+        why = "it averages over another group than the module's"
+        hook = CommHook(state, function, Averaging(hook=CALLED), why_called=why)
+    else:
+        hook = CommHook(state, function, cast)
     signature = inspect.signature(function)
     try:
         signature.bind(state, None)
@@ -92,47 +102,26 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     return hook
 
 
-def _functional(state: Any, hook: FunctionalHook) -> CommHook:
-    if not isinstance(state, HookState):
-        raise ConfigError(
-            f"functional comm hook {hook!r} needs a state that lasts, got {type(state).__name__}. Call "
-            "register_comm_hook(dp_compile.HookState(), hook)."
-        )
-    state.check_free()
-    key, hook = register(hook)  # plans know it by its key; the CommHook keeps it alive
-    return CommHook(state, hook, Averaging(hook=key, rounds=hook.rounds), state)
+def _cast_of(function: TorchHook) -> Averaging | None:
+    """What torch's own hooks do that average in another dtype; `None` of any other.
 
-
-def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> Averaging | None:
-    """What torch's own hooks do that average in another dtype; `None` of any other, or over another group.
-
-    Their state is the group over which they average, and `None` the default group, whatever the module's is.
-
-    They cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if
-    the number of ranks is a power of two, else one rounding less.
+    Their state is the group over which they average, and `None` the default group, whichever the module's is. They
+    cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if the
+    number of ranks is a power of two, else one rounding less.
     """
-    if not _is_of(state, group):
-        return None
-    wires = (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper))
-    for wire, wrapper in wires:
+    plain = {
+        hooks.allreduce_hook: None,
+        hooks.fp16_compress_hook: "float16",
+        hooks.bf16_compress_hook: "bfloat16",
+    }
+    if inspect.isfunction(function) and function in plain:
+        return Averaging(plain[function], in_collective=False, all_before=True)
+    for wire, wrapper in (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper)):
         # A wrapper makes a new function each time: it is known by its code, and around what it is by its closure.
         if getattr(function, "__code__", None) is wrapper(hooks.allreduce_hook).__code__:
             inner = inspect.getclosurevars(function).nonlocals.get("hook")
             return Averaging(wire, in_collective=False, all_before=True) if inner is hooks.allreduce_hook else None
-    plain = (None, hooks.allreduce_hook), ("float16", hooks.fp16_compress_hook), ("bfloat16", hooks.bf16_compress_hook)
-    found = [wire for wire, hook in plain if function is hook]
-    return Averaging(found[0], in_collective=False, all_before=True) if found else None
-
-
-def _why_unknown(state: Any, function: TorchHook, group: dist.ProcessGroup) -> str:
-    known = function in (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook)
-    if known and not _is_of(state, group):
-        return "it averages over another group than the module's"
-    return "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
-
-
-def _is_of(given: Any, group: dist.ProcessGroup) -> bool:
-    return (dist.group.WORLD if given is None else given) is group
+    return None
 
 
 def _says_otherwise(annotation: Any, expected: Any) -> bool:

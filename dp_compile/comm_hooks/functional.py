@@ -1,20 +1,20 @@
 """Comm hooks as pure functions: what they are given, how they are run, and the op that runs them in a graph.
 
-A hook is a generator. It hands out the tensor that each collective is given, and gets back what that makes of it:
+A hook is a generator. It yields the tensor that each collective is given, and receives the collective's result:
 
     def reduce(self, bucket):
         mean = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])) / bucket.ranks
         ...
         return reduced, state
 
-What it computes behind its last round every rank computes for itself, and all have to come to the same: a rank whose
-backward was not captured too. So a graph has these computations as ops that call the very function, with the kernels
-that it has everywhere, and Inductor's own code for it, which rounds otherwise, is never asked for:
+What follows the last round each rank computes for itself, and all must get the same bits, ranks whose backward was not
+captured too. So in a graph these computations are ops that call the very function, with eager kernels; Inductor's own
+code for it, which rounds otherwise, is never used:
 
     hook_step(gradients, state, [])       -> what is sent     -> all_reduce -> wait
-    hook_step(gradients, state, [sum])    -> reduced gradients, and state as it is from now on
+    hook_step(gradients, state, [sum])    -> reduced gradients, and the new state
 
-Each step names all that the function has seen, so that none of it is written over before the last one.
+Each step names all that the function has seen, so that none of it is overwritten before the last one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from dp_compile.config import has_address
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS, Reduction
 
+Tensors = Sequence[torch.Tensor]
 State = Mapping[str, torch.Tensor]
 """What a hook remembers of one gradient, by names of its own."""
 
@@ -114,11 +115,11 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
         allowed = ", ".join(ROUNDS)
         raise ConfigError(f"comm hook {hook!r} must have as rounds a tuple of some of {allowed}, got {hook.rounds!r}.")
     try:
-        sources = [inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook)]
+        source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:
         message = f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it."
         raise ConfigError(message) from error
-    key = f"{kind.__module__}.{hook!r}#{hashlib.sha256(''.join(sources).encode()).hexdigest()[:12]}"
+    key = f"{kind.__module__}.{hook!r}#{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     return key, _hooks.setdefault(key, hook)
 
 
@@ -142,17 +143,15 @@ def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype
 def _sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
     assert reduction.hook is not None
     hook, like = _hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
-    sent: list[torch.Tensor] = []
     try:
         with torch.no_grad():
             reducing = hook.reduce(HookBucket((like,), (hook.initial_state(like),), ranks, 0))
-            sent.append(next(reducing))
+            sent = [next(reducing)]
             for stage in reduction.stages[:-1]:
-                given = sent[-1]
-                behind = (given.shape,) if stage.op == ALL_REDUCE else (stage.numel_behind(given.numel()),)
-                sent.append(reducing.send(given.new_empty(*behind)))
+                size = sent[-1].shape if stage.op == ALL_REDUCE else (stage.numel_behind(sent[-1].numel()),)
+                sent.append(reducing.send(sent[-1].new_empty(size)))
             return tuple(each.nbytes for each in sent)
-    except Exception:  # Whatever is wrong with a hook is said where it reduces.
+    except Exception:  # what is wrong with a hook is raised where it reduces
         return ()
 
 
@@ -166,24 +165,27 @@ class HookRun:
     """How many were taken."""
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
 
-    def step(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The gradients and the state of each."""
+        return [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values())]
+
+    def step(self, received: Tensors) -> list[torch.Tensor]:
         """What is sent next; at the end the reduced gradients, then the state of each, by name.
 
-        All in row order and in memory of their own: what is sent is written over with the sum, while the hook may
-        still have it.
+        All in row order and in memory of their own: the sum is written over what is sent, which the hook may still
+        have.
 
         Args:
-            received: what came back of all rounds before.
+            received: the results of all rounds before.
 
         Raises:
             ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
         """
-        hook = _hook_of(self.key)
-        given = [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values()), *received]
+        hook, given = _hook_of(self.key), [*self.given, *received]
         versions = list(map(autograd.version_of, given))
-        device = given[0].device.type
-        # As everywhere else: whoever calls backward() inside of autocast does not mean this.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        # Autocast around backward() is not meant for this.
+        with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             try:
                 if self._reducing is None:
                     self._reducing = hook.reduce(self.bucket)
@@ -192,15 +194,10 @@ class HookRun:
                     found = [self._checked_sent(hook, self._reducing.send(received[-1]))]
             except StopIteration as end:
                 found = self._checked_end(hook, end.value)
-            if versions != list(map(autograd.version_of, given)):
-                raise _wrote(repr(hook))
-            self.steps += 1
-            return found
-
-    def has(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these lie where those lie that it was given in its first step."""
-        given = [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values())]
-        return [each.data_ptr() for each in tensors] == [each.data_ptr() for each in given]
+        if versions != list(map(autograd.version_of, given)):
+            raise _wrote(repr(hook))
+        self.steps += 1
+        return found
 
     def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
         count = len(hook.rounds)
@@ -212,33 +209,30 @@ class HookRun:
                 f"comm hook {hook!r} hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks "
                 "cannot share evenly. Fill them up to a multiple of the number of ranks."
             )
-        return _copied(sent) if hook.rounds[self.steps] == ALL_REDUCE else _copied(sent.flatten())
+        return _copied(sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten())
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
         if self.steps < len(hook.rounds):
-            message = f"comm hook {hook!r} has {len(hook.rounds)} rounds, but yields {self.steps} tensors only."
-            raise ConfigError(message)
+            raise ConfigError(
+                f"comm hook {hook!r} has {len(hook.rounds)} rounds, but yields {self.steps} tensors only."
+            )
         try:
             reduced, states = map(list, result)
         except (TypeError, ValueError):
             message = f"comm hook {hook!r} must return the reduced gradients and the state of each, got {result!r}."
             raise ConfigError(message) from None
-        was = [list(self.bucket.gradients), *([each] for state in self.bucket.state for each in state.values())]
         names = [list(state) for state in self.bucket.state]
-        if len(states) != len(names) or [sorted(state) for state in states] != list(map(sorted, names)):
+        if [sorted(state) for state in states] != list(map(sorted, names)):
             raise ConfigError(f"comm hook {hook!r} must return state with the names that it was given: {names}.")
-        now = [reduced, *([state[name]] for state, own in zip(states, names, strict=True) for name in own)]
-        for before, after in zip(was, now, strict=True):
-            kinds = [[(tuple(each.shape), each.dtype) for each in some] for some in (before, after)]
-            if kinds[0] != kinds[1]:
-                raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {kinds[0]}, got {kinds[1]}.")
-        return [*map(_copied, reduced), *self._kept(states, reduced)]
+        found = [*reduced, *(state[name] for state, own in zip(states, names, strict=True) for name in own)]
+        before, after = ([(tuple(each.shape), each.dtype) for each in some] for some in (self.given, found))
+        if before != after:
+            raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {before}, got {after}.")
+        return [*map(_copied, reduced), *self._new_state(states, reduced)]
 
-    def _kept(self, states: Sequence[State], reduced: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The new state; of a gradient that is of no use the old one: else all that follow would be of no use.
-
-        All ranks have the same gradient, and come to the same here.
-        """
+    def _new_state(self, states: Sequence[State], reduced: Tensors) -> Iterator[torch.Tensor]:
+        """Of a gradient that is not finite the old state: a scaler skips this step, and the new one would spoil all
+        that follow. All ranks have the same gradient, and decide alike."""
         for before, after, gradient in zip(self.bucket.state, states, reduced, strict=True):
             if before:
                 # Not finite either if it is too large for a sum. One pass; to ask each element takes three.
@@ -255,7 +249,7 @@ def _wrote(hook: str) -> ConfigError:
     return ConfigError(f"comm hook {hook} wrote to a tensor that it was given. Compute a new one.")
 
 
-# --- in a graph ---------------------------------------------------------------------------------------------------
+# --- in a graph -------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
@@ -268,40 +262,34 @@ _library.define("hook_state(Tensor[] state, str[] names, int index, int replica)
 @dataclass(slots=True)
 class _Running(threading.local):
     runs: dict[str, HookRun] = field(default_factory=dict)
-    """By bucket, what has not ended yet in the backward that this thread runs."""
+    """By bucket, what has not ended yet in the backward that this thread runs: a generator cannot be an argument."""
 
 
 _running = _Running()
 
 
-def bucket_of(gradients: Sequence[torch.Tensor], state: Sequence[State], group: str) -> HookBucket:
+def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBucket:
     """What a hook is given that reduces over a group, by its name."""
     ranks = distributed.group_of_name(group)
     return HookBucket(tuple(gradients), state, ranks.size(), ranks.rank())
 
 
-def _by_name(state: Sequence[torch.Tensor], names: Sequence[str]) -> list[State]:
-    """Tensors in a row; `names`: of each gradient those of its state, with commas."""
+def _new_run(gradients: Tensors, state: Tensors, names: Sequence[str], hook: str, group: str) -> HookRun:
+    """`state`: tensors in a row; `names`: of each gradient those of its state, with commas."""
     tensors = iter(state)
-    return [{name: next(tensors) for name in each.split(",") if name} for each in names]
+    states = [{name: next(tensors) for name in each.split(",") if name} for each in names]
+    return HookRun(hook, bucket_of(gradients, states, group))
 
 
 def _step(
-    gradients: Sequence[torch.Tensor],
-    state: Sequence[torch.Tensor],
-    received: Sequence[torch.Tensor],
-    names: Sequence[str],
-    hook: str,
-    group: str,
-    unit: str,
+    gradients: Tensors, state: Tensors, received: Tensors, names: Sequence[str], hook: str, group: str, unit: str
 ) -> list[torch.Tensor]:
-    if not received:
-        # What is there already is of a backward that was interrupted.
-        _running.runs[unit] = HookRun(hook, bucket_of(gradients, _by_name(state, names), group))
+    if not received:  # what is there already is of a backward that was interrupted
+        _running.runs[unit] = _new_run(gradients, state, names, hook, group)
     run = _running.runs.get(unit)
     if run is None or run.key != hook or run.steps != len(received):
         raise ReductionError(f"step {len(received)} of comm hook {hook} runs without the one before it.")
-    if received and not run.has([*gradients, *state]):
+    if received and [each.data_ptr() for each in run.given] != [each.data_ptr() for each in (*gradients, *state)]:
         raise ReductionError(
             f"the compiler hands comm hook {hook} its gradients in other memory than in the step before, where it has "
             'them from: they may be written over by now. Use ReplicateConfig(backend="aot_eager") with this hook.'
@@ -312,58 +300,46 @@ def _step(
     return found
 
 
-def _shapes(
-    gradients: Sequence[torch.Tensor],
-    state: Sequence[torch.Tensor],
-    received: Sequence[torch.Tensor],
-    names: Sequence[str],
-    hook: str,
-    group: str,
-    unit: str,
+def _fake_step(
+    gradients: Tensors, state: Tensors, received: Tensors, names: Sequence[str], hook: str, group: str, unit: str
 ) -> list[torch.Tensor]:
-    run = HookRun(hook, bucket_of(gradients, _by_name(state, names), group))
+    run = _new_run(gradients, state, names, hook, group)
     with _NoWrites(hook, [*gradients, *state, *received]):
-        found = run.step([])
-        for count in range(1, len(received) + 1):
+        for count in range(len(received) + 1):
             found = run.step(received[:count])
     return found
 
 
 class _NoWrites(autograd.TorchDispatchMode):
-    """Inside, these tensors are not written to. Compiled code runs below autograd, where no versions are counted."""
+    """Inside, these tensors are not written to. Ops of compiled code run below autograd, where no versions count."""
 
-    def __init__(self, hook: str, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, hook: str, given: Tensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hook, self._storages = hook, [each.untyped_storage() for each in given]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
-        written = [given[each.name] for each in func._schema.arguments if each.is_write and each.name in given]
-        tensors = [each for one in written for each in (one if isinstance(one, (list, tuple)) else [one])]
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and any(tensor.untyped_storage() is each for each in self._storages):
-                raise _wrote(self._hook)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for written in (arguments.get(each.name) for each in func._schema.arguments if each.is_write):
+            for tensor in written if isinstance(written, (list, tuple)) else [written]:
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() in self._storages:
+                    raise _wrote(self._hook)
         return func(*args, **(kwargs or {}))
 
 
-def _no_state(state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
+def _no_state(state: Tensors, names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
     raise ReductionError(f"no pass has said what becomes of {names} of gradient {index}.")
 
 
-def _shapes_of_state(
-    state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int
-) -> list[torch.Tensor]:
+def _fake_state(state: Tensors, names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
     return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in state]
 
 
 _library.impl("hook_step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::hook_step", _shapes, lib=_library)
+torch.library.register_fake("dp_compile::hook_step", _fake_step, lib=_library)
 HOOK_STEP = torch.ops.dp_compile.hook_step.default
 
 _library.impl("hook_state", _no_state, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::hook_state", _shapes_of_state, lib=_library)
+torch.library.register_fake("dp_compile::hook_state", _fake_state, lib=_library)
 # A copy into a tensor without elements is dropped from the graph, and with it this would go: the hook needs the state.
 HOOK_STATE = has_side_effect(torch.ops.dp_compile.hook_state.default)
 """What a gradient's state becomes. It only says so: a pass puts in its place what the hook returns."""

@@ -11,6 +11,8 @@ from torch import nn
 from dp_compile.comm_hooks.functional import FunctionalHook, State
 from dp_compile.errors import ConfigError, ModuleError
 
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""By parameter, then by the hook's own name."""
 Agree = Callable[[str, str], None]
 """Compare a text with what all ranks say in a call."""
 
@@ -19,19 +21,19 @@ class HookState:
     """The state of a `FunctionalHook`: `model.register_comm_hook(dp_compile.HookState(), hook)`. For one module.
 
     Each rank has its own, and saves and loads its own: what was not sent yet differs from rank to rank. It is kept by
-    parameter name, so it may be loaded whatever the buckets are.
+    parameter name, so it may be loaded whichever buckets there are.
     """
 
     def __init__(self) -> None:
         self.backwards = 0
         """Synchronised backwards so far."""
-        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._tensors: Tensors = {}
         self._agree: Agree | None = None
+        """Of the module that it belongs to."""
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
-        tensors = {name: {key: each.clone() for key, each in state.items()} for name, state in self._tensors.items()}
-        return {"backwards": self.backwards, "tensors": tensors}
+        return {"backwards": self.backwards, "tensors": _copies(self._tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank. Every rank calls it, between the same two backwards.
@@ -41,20 +43,17 @@ class HookState:
             DesyncError: the ranks load what was saved after different backwards. Nothing is loaded.
         """
         try:
-            backwards, given = state_dict["backwards"], state_dict["tensors"]
-            found = {name: dict(state) for name, state in given.items()}
+            backwards, found = state_dict["backwards"], _copies(state_dict["tensors"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"not the state of a comm hook: {error!r}. Give what HookState.state_dict() gave."
             ) from error
         if self._agree is None:
-            self._tensors = {name: {key: each.clone() for key, each in state.items()} for name, state in found.items()}
+            self._tensors = found
         else:
             check_alike(found, self._tensors)
             self._agree(f"after {backwards} backwards", "load_state_dict()")
-            for name, state in self._tensors.items():
-                for key, tensor in state.items():
-                    tensor.copy_(found[name][key])
+            _copy(found, self._tensors)
         self.backwards = backwards
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,23 +74,15 @@ class HookState:
         if self._agree is not None:
             raise ModuleError("this HookState belongs to a replicated module already. Make one for each module.")
 
-    @property
-    def said(self) -> str:
-        return f"after {self.backwards} backwards"
-
     def bind(
         self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree
     ) -> None:
         """Belong to a module from now on: begin with what was loaded, else with the hook's initial state."""
-        fresh: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in zip(names, parameters, strict=True):
-            if not parameter.is_complex():
-                fresh[name] = initial_state(hook, name, parameter)
+        pairs = zip(names, parameters, strict=True)
+        fresh = {name: initial_state(hook, name, each) for name, each in pairs if not each.is_complex()}
         if self._tensors:
             check_alike(self._tensors, fresh)
-            for name, state in fresh.items():
-                for key, tensor in state.items():
-                    tensor.copy_(self._tensors[name][key])
+            _copy(self._tensors, fresh)
         self._tensors, self._agree = fresh, agree
 
     def unbind(self) -> None:
@@ -103,13 +94,21 @@ class HookState:
     def restore(self, state_dict: Mapping[str, Any]) -> None:
         """Copy what `state_dict` gave back, on this rank alone: after a warm-up."""
         self.backwards = state_dict["backwards"]
-        for name, state in self._tensors.items():
-            for key, tensor in state.items():
-                tensor.copy_(state_dict["tensors"][name][key])
+        _copy(state_dict["tensors"], self._tensors)
+
+
+def _copies(tensors: Mapping[str, State]) -> Tensors:
+    return {name: {key: each.clone() for key, each in state.items()} for name, state in tensors.items()}
+
+
+def _copy(source: Mapping[str, State], target: Tensors) -> None:
+    for name, state in target.items():
+        for key, tensor in state.items():
+            tensor.copy_(source[name][key])
 
 
 def initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a hook remembers in the beginning of what is like a parameter, in memory of its own.
+    """What a hook remembers at first of a gradient, in memory of its own.
 
     Raises:
         ConfigError: it is no state; the text names the parameter.

