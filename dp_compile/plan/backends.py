@@ -13,34 +13,20 @@ class Backend:
 
     A backend written in Python states it itself, by an attribute `dp_compile_backend` of its process group with such a
     value; those of torch are known by their class (`_torch.distributed.backend_of`).
-
-    Args:
-        name: for messages and records.
-        device: the type of device on which it reduces.
-        averages: reduces with `ReduceOp.AVG`.
-        scatters: its reduce-scatter sends half of what its all-reduce sends.
-        coalesces_in_place: reduces several tensors in one launch, and does not copy them into one.
-        lanes: how many collectives of a group it carries at a time, which share the network.
-        equal_bits: every rank gets the same bits of a sum.
-        on_stream: collectives run on a stream of the device, so the host does not wait and events time them.
-        bf16_compress: torch's DDP takes its `bf16_compress_hook` on it.
-        simulated: one process stands for one rank of many; no other rank exists.
-        inside: preset of `plan.cost.LINKS` for the ranks of a node, before anything is measured.
-        between: the same for a group of several nodes.
     """
 
-    name: str
-    device: str = "cpu"
-    averages: bool = False
-    scatters: bool = False
-    coalesces_in_place: bool = False
-    lanes: int = 1
-    equal_bits: bool = False
-    on_stream: bool = False
-    bf16_compress: bool = False
-    simulated: bool = False
-    inside: str = "loopback"
-    between: str = "loopback"
+    name: str  # for messages and records
+    device: str = "cpu"  # the type of device on which it reduces
+    averages: bool = False  # reduces with `ReduceOp.AVG`
+    scatters: bool = False  # its reduce-scatter sends half of what its all-reduce sends
+    coalesces_in_place: bool = False  # reduces several tensors in one launch, and does not copy them into one
+    lanes: int = 1  # how many collectives of a group it carries at a time, which share the network
+    equal_bits: bool = False  # every rank gets the same bits of a sum
+    on_stream: bool = False  # on a stream of the device: the host does not wait, and events time collectives
+    bf16_compress: bool = False  # torch's DDP takes its `bf16_compress_hook` on it
+    simulated: bool = False  # one process stands for one rank of many; no other rank exists
+    inside: str = "loopback"  # preset of `plan.cost.LINKS` for ranks of a node, before anything is measured
+    between: str = "loopback"  # the same for a group of several nodes
 
     def __str__(self) -> str:
         return self.name
@@ -50,19 +36,11 @@ class Backend:
 # all-reduce (both with torch 2.13, the bytes measured).
 GLOO: Final = Backend("gloo", lanes=2, equal_bits=True)
 
+# torch's `ProcessGroupNCCL`, which torch 2.14 and later call `nccl-legacy`.
 NCCL: Final = Backend(
-    "nccl",
-    "cuda",
-    averages=True,
-    scatters=True,
-    coalesces_in_place=True,
-    equal_bits=True,
-    on_stream=True,
-    bf16_compress=True,
-    inside="nvlink4",
-    between="infiniband-ndr",
-)
-"""torch's `ProcessGroupNCCL`, which torch 2.14 and later call `nccl-legacy`."""
+    "nccl", "cuda", averages=True, scatters=True, coalesces_in_place=True, equal_bits=True, on_stream=True,
+    bf16_compress=True, inside="nvlink4", between="infiniband-ndr",
+)  # fmt: skip
 
 # `nccl2` in torch 2.14, `nccl` in 2.15. Its `allreduce_coalesced` launches one collective for each tensor where no
 # coalescing window is open (`ProcessGroupNCCL.cpp`, read at 02327c9).

@@ -274,13 +274,7 @@ class Layout:
     uncoalesced: frozenset[str] = frozenset()
 
     def bucket(self, key: BucketKey, gradients: Iterable[GradientSpec], reason: str) -> Bucket:
-        """A bucket with its members one after the other, in the given order.
-
-        Args:
-            key: what all members have in common.
-            gradients: one for each member.
-            reason: why the bucket ends here.
-        """
+        """A bucket with its members one after the other, in the given order; `reason`: why it ends with the last."""
         members: list[Member] = []
         end, is_called = 0, key.reduction.hook == CALLED
         for gradient in gradients:
@@ -343,11 +337,8 @@ def plan_buckets(
     Buckets are launched in the order in which their last member becomes ready. The flags go with the gradient before
     them: they never cost a collective.
 
-    Args:
-        gradients: in the order in which they are expected to become ready.
-        bucket_cap_mb: MiB at which a bucket is closed.
-        first_bucket_cap_mb: the same for the first bucket of each key.
-        layout: where members start in a bucket; padding does not count towards the caps.
+    `gradients` are in the order in which they are expected to become ready. Padding does not count towards the caps,
+    which are in MiB; the first one is for the first bucket of each key.
     """
     flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]
     partition = partition_by_size(

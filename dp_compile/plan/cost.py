@@ -153,11 +153,7 @@ def link(name: str) -> Link:
 def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
     """The cost of an all-reduce over all ranks, with what it costs on each of two levels of network.
 
-    Args:
-        whole: over all ranks, on one level.
-        inside: every hop inside a node; `between`: every hop between nodes, one such link for each rank of a node.
-        ranks_inside: ranks of a node.
-        nodes: how many of them.
+    `whole`: on one level. Every hop is the link `inside` a node, or `between` nodes, of which each rank has one.
     """
     twice_us = 2 * LAUNCH_US  # a reduce-scatter, and later an all-gather
     return replace(whole, inside=inside.cost(ranks_inside, launch_us=twice_us), between=between.cost(nodes))

@@ -32,10 +32,8 @@ FAILED: Final = (*[1.0] * (2 * NUMBER_BITS), 0.0, 0.0, 0.0)
 def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
     """The elements that follow those of the parameters.
 
-    Args:
-        module: a name of the module that is the same on every rank, and that no other module of the group has.
-        stepped: whether this rank changed parameters that had gradients which were not reduced.
-        moved: whether it changed parameters after a local backward whose gradients were dropped.
+    `module`: a name of the module that is the same on every rank, and that no other module of the group has. `stepped`,
+    `moved`: whether this rank changed parameters, as the table says.
     """
     number = zlib.crc32(module.encode())
     bits = [number >> place & 1 for place in range(NUMBER_BITS)]

@@ -121,10 +121,7 @@ def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout)
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
     """One bucket, for each key, for each stretch of gradients of one unit.
 
-    Args:
-        gradients: in launch order.
-        unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
-        layout: how gradients lie in their buckets.
+    `gradients` are in launch order; `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
     """
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
     units[UNUSED_FLAGS] = list(units.values())[-1]
@@ -150,12 +147,7 @@ def plan_optimal(
     The plan must be the same on every rank, so all of them pass the same times. Until the backward is measured it is
     taken to be as long as the communication: the case in which the buckets matter most.
 
-    Args:
-        gradients: in any order; equally ready ones are launched in it.
-        cost: what one collective costs on the group.
-        times: when the gradients are ready.
-        layout: how gradients lie in their buckets.
-        band: how far off speeds may be; `None`: as above.
+    `gradients` may be in any order; equally ready ones are launched in it. `band`: how far off speeds may be.
     """
     ordered = sorted(gradients, key=times.of)
     members = [Member(gradient, None) for gradient in ordered]
@@ -193,11 +185,8 @@ def robust_partition(
     Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
     it ends some percent later than the optimum if the belief was right (tests/plan/robust_table.py).
 
-    Args:
-        gradients: in launch order.
-        cost: of the collective that carries a bucket.
-        backward_s: how long the backward takes without communication.
-        band: how much slower the network may be, compared with the backward, than was believed; 1.0 first.
+    `gradients` are in launch order; `backward_s`: how long the backward takes without communication; `band`: how much
+    slower the network may be, compared with the backward, than was believed, 1.0 first.
     """
     bounds = _bounds(gradients, cost, backward_s, band)
     promised = {

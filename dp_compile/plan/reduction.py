@@ -205,25 +205,18 @@ class Reduction:
 class Averaging:
     """How the gradients of a module are averaged, in any dtype.
 
-    Args:
-        wire: dtype in which they are added up; `None`: their own.
-        divide_by: what the sum is divided by; `None`: the number of ranks. Each contribution is divided by all of it
-            before it is added, or in a collective that averages; in float16 by a part of it, see `before_the_sum`.
-        in_collective: let the collective average where the backend can.
-        all_before: divide by all of it before the sum, float16 too.
-        given: it changes often: compiled code takes the factors that follow from it as arguments.
-        hook: key of the functional comm hook that reduces, by the collectives `rounds`, of `ROUNDS`; or `CALLED`.
-        scattered: each rank keeps its part of the result only.
+    Each contribution is divided by all of the divisor before it is added, or in a collective that averages; in float16
+    by a part of it, see `before_the_sum`.
     """
 
-    wire: str | None = None
-    divide_by: float | None = None
-    in_collective: bool = True
-    all_before: bool = False
-    given: bool = False
-    hook: str | None = None
-    rounds: tuple[str, ...] = (ALL_REDUCE,)
-    scattered: bool = False
+    wire: str | None = None  # dtype in which they are added up; `None`: their own
+    divide_by: float | None = None  # what the sum is divided by; `None`: the number of ranks
+    in_collective: bool = True  # let the collective average where the backend can
+    all_before: bool = False  # divide by all of it before the sum, float16 too
+    given: bool = False  # it changes often: compiled code takes the factors that follow from it as arguments
+    hook: str | None = None  # key of the functional comm hook that reduces, or `CALLED`
+    rounds: tuple[str, ...] = (ALL_REDUCE,)  # of `ROUNDS`, the hook's collectives
+    scattered: bool = False  # each rank keeps its part of the result only
 
     def reduction(
         self, group: str, backend: Backend, world_size: int, dtype: str, levels: Levels | None = None
@@ -291,8 +284,7 @@ def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int
         bucket 1           first          second                      last
         bucket 2                  first            second                   last
 
-    Args:
-        buckets: the stages of each, in launch order.
+    `buckets`: the stages of each, in launch order.
     """
     for bucket in range(len(buckets)):
         yield bucket, 0

@@ -62,7 +62,6 @@ plan: 4 buckets, 4 gradients, 587.5 KiB
     2     1.6 KiB      1 gradient  float32 cpu sum  p2  (reached the cap of 0.000953674 MiB)
     3        36 B      1 gradient  float32 cpu sum  p3  (last of its key)""",
     )
-    assert str(plan_of([], 1, 1)) == "plan: 0 buckets, 0 gradients, 0 B"
 
 
 # --- for all gradients and caps ---------------------------------------------------------------------------------

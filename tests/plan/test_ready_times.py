@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from dp_compile._torch import distributed
-from dp_compile.passes.estimates import Accumulation, Estimates, ready_shares
+from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import PACKED, BucketPlan
@@ -68,31 +66,6 @@ def test_measured_times_are_possible(
     assert first <= second
 
 
-def captured(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[Any], Estimates]:
-    """The reductions of a graph of aten ops, by replica and index, and what the graph says of them."""
-    graph = fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
-    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    return [(node.args[2], node.args[1]) for node in nodes], ready_shares(
-        [Accumulation(node, node.args[0], False) for node in nodes],
-        {node: node.meta["val"] for node in graph.nodes if "val" in node.meta},
-    )
-
-
-def test_shares_of_a_graph() -> None:
-    grads = [Grad(index=0, shape=(64, 64)), Grad(index=1, shape=(64, 64)), Grad(index=2, shape=(64, 64), replica=1)]
-
-    def backward(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        first = grads[0].reduce(x.t() @ y)
-        second = grads[1].reduce((y.t() @ x).t())  # a view costs nothing
-        return [first, second, grads[2].reduce(x.t() @ x + y.t() @ y)]
-
-    places, found = captured(backward, (64, 64), (64, 64))
-    product, addition = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0), 3 * 64 * 64 * 4
-    total = 4 * product + addition
-    expected = {(0, 0): product / total, (0, 1): 2 * product / total, (1, 2): 1.0}
-    assert dict(zip(places, found.gradients, strict=True)) == pytest.approx(expected)
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_collectives_of_the_model_take_their_time() -> None:
     """What stands behind one is ready later by what a nominal link takes, in bytes that memory moves meanwhile."""
@@ -105,7 +78,10 @@ def test_collectives_of_the_model_take_their_time() -> None:
 
     assert dist.group.WORLD is not None
     GROUP = distributed.group_name(dist.group.WORLD)
-    _, found = captured(backward, (64, 64), (64, 64))
+    graph = fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(*torch.randn(2, 64, 64)).graph
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    found = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
     product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
     sent = nominal_cost(GLOO, dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
     total = 2 * product + sent

@@ -46,9 +46,6 @@ def plan_of(**options: Any) -> BucketPlan:
     return dp_compile.report(dp_compile.replicate(Model(), **options)).plan
 
 
-# --- per module -------------------------------------------------------------------------------------------------
-
-
 def test_a_set_of_classes_or_a_function_is_a_policy() -> None:
     plan = plan_of(bucket_policy={Block})
     assert [bucket[0].rpartition(".")[0] for bucket in names(plan)] == [
@@ -66,20 +63,11 @@ def test_a_set_of_classes_or_a_function_is_a_policy() -> None:
     assert [bucket.reason for bucket in plan.buckets] == [f"end of {each}" for each in ends]
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (lambda name, module: None, "must return True or False, returned None for ''"),
-        ({int}, "must be a function, a set of module classes or a policy of FSDP"),
-        (set(), "must be a function, a set of module classes or a policy of FSDP"),
-    ],
-)
-def test_a_policy_that_is_none(policy: Any, message: str) -> None:
-    with pytest.raises(dp_compile.ConfigError, match=message):
-        plan_of(bucket_policy=policy)
-
-
-# --- optimal ----------------------------------------------------------------------------------------------------
+def test_a_policy_that_is_none() -> None:
+    with pytest.raises(dp_compile.ConfigError, match="must return True or False, returned None for ''"):
+        plan_of(bucket_policy=lambda name, module: None)
+    with pytest.raises(dp_compile.ConfigError, match="must be a function, a set of module classes or a policy of FSDP"):
+        plan_of(bucket_policy={int})
 
 
 def test_optimal_is_the_default_and_makes_a_promise() -> None:
@@ -87,15 +75,10 @@ def test_optimal_is_the_default_and_makes_a_promise() -> None:
     model = dp_compile.replicate(Model(), config=ReplicateConfig(cost=cost))
     report = dp_compile.report(model)
     assert len(report.plan.buckets) > 1
-    assert sorted(name for bucket in names(report.plan) for name in bucket) == sorted(
-        [UNUSED_FLAGS, *(name for name, _ in model.named_parameters())]
-    )
+    assert {name for each in names(report.plan) for name in each} == {UNUSED_FLAGS, *dict(model.named_parameters())}
     assert "the best any plan could do" in report.promise
     assert " ms" not in report.promise
     assert report.promise in str(report)
-
-
-# --- apart ------------------------------------------------------------------------------------------
 
 
 class Vision(nn.Module):
@@ -133,24 +116,17 @@ def test_with_nccl_weights_of_convolutions_are_apart(fake_group: dist.ProcessGro
         assert apart(plan_with(backend, fake_group, **options)) == set()
 
 
-# --- contradictions ---------------------------------------------------------------------------------------------
-
-COST = AllReduceCost(1e-3, 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bucket_policy": {Block}, "config": ReplicateConfig(cost=COST)}, "bucket_policy and cost exclude each other"),
-        ({"config": ReplicateConfig(replan_after=3), "bucket_cap_mb": 1}, "bucket_cap_mb and replan_after exclude"),
-    ],
-)
-def test_options_of_two_rules(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(dp_compile.ConfigError, match=message):
-        plan_of(**options)
-
-
-# --- calibration ------------------------------------------------------------------------------------------------
+def test_options_of_two_rules() -> None:
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        (
+            {"bucket_policy": {Block}, "config": ReplicateConfig(cost=AllReduceCost(1e-3, 1e-9))},
+            "bucket_policy and cost",
+        ),
+        ({"config": ReplicateConfig(replan_after=3), "bucket_cap_mb": 1}, "bucket_cap_mb and replan_after"),
+    )
+    for options, message in wrong:
+        with pytest.raises(dp_compile.ConfigError, match=f"{message} exclude each other"):
+            plan_of(**options)
 
 
 def calibrate_here() -> tuple[CostFit, str]:
