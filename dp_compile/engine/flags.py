@@ -6,9 +6,10 @@ The flags travel in the plan's last bucket.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -22,11 +23,51 @@ from dp_compile.plan.flags import FAILED, is_failed, is_moved_by_some, is_steppe
 
 MAX_UNREAD: Final = 2
 
-FEW_PARAMETERS: Final = 2_000
-"""Up to here one look at all flags as numbers costs less than the four calls of torch that look at parts of them."""
 
+@dataclass(eq=False, slots=True)
+class _Reduced:
+    """Reduced flags on their way to the host: reading a GPU's at once would stop it once a step."""
+
+    flags: torch.Tensor
+    unused: tuple[int, ...]
+    stepped: tuple[int, ...]
+    moved: bool
+    missed: str
+    number: int
+    """Of these flags on their group."""
+    event: torch.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.flags = flags = self.flags.detach()
+        if flags.device.type != "cpu":
+            self.flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            self.flags.copy_(flags, non_blocking=True)
+            self.event = torch.Event(flags.device)
+            self.event.record()
+
+    def has_arrived(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+
+@dataclass(eq=False, slots=True)
+class _Flags:
+    """Of one replica: those sent last, and what they say; those not read yet; the last ones that were without fault."""
+
+    sent: tuple[tuple[object, ...], torch.Tensor] | None = None
+    unread: deque[_Reduced] = field(default_factory=deque)
+    fine: torch.Tensor | None = None
+
+
+_flags: Final[weakref.WeakKeyDictionary[Replica, _Flags]] = weakref.WeakKeyDictionary()
 _settled: Final[Counter[str]] = Counter()
 """How many flags were reduced on each group, by its name: the same number on every rank."""
+
+
+def _of(replica: Replica) -> _Flags:
+    return _flags.get(replica) or _flags.setdefault(replica, _Flags())
+
+
+# --- before the reduction ---------------------------------------------------------------------------------------------
 
 
 def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
@@ -37,15 +78,15 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     """
     told = tuple(used if replica.config.may_be_unused else unused)
     stepped, moved = bool(replica.local.stepped), replica.local.moved or bool(replica.local.missed)
-    key = (told, stepped, moved)
-    if replica.unused.flags_told is None or replica.unused.flags_told[0] != key:
+    this, key = _of(replica), (told, stepped, moved)
+    if this.sent is None or this.sent[0] != key:
         elements = [0.0] * len(replica.parameters)
         for index in told:
             elements[index] = 1.0
-        # Not the plan, which a first captured backward settles when its flags are made; `settling` compares plans.
+        # Not the plan, which a first captured backward settles when its flags are made; `plan_sync` compares plans.
         elements += more_elements(replica.topic, stepped=stepped, moved=moved)
-        replica.unused.flags_told = (key, _made(replica, elements))
-    return replica.unused.flags_told[1]
+        this.sent = (key, _made(replica, elements))
+    return this.sent[1]
 
 
 def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
@@ -76,6 +117,9 @@ def _key_of_failure(replica: Replica, number: int, rank: int) -> str:
 def in_one_line(error: BaseException, most: int = 200) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:most]
+
+
+# --- after it ---------------------------------------------------------------------------------------------------------
 
 
 def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
@@ -109,62 +153,61 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
     """
     _settled[replica.group.name] += 1
     local, checks = replica.local, replica.config.check_reductions
-    stepped, moved, missed = sorted(local.stepped), local.moved, local.missed
+    stepped, moved, missed = tuple(sorted(local.stepped)) if checks else (), local.moved, local.missed
     local.stepped.clear()
     local.moved, local.missed, local.reduced = False, "", False
     reported = tuple(unused) if checks and not replica.config.may_be_unused else ()
-    stepped = stepped if checks else []
     is_read = (checks or replica.group.has_others) and not (flags.is_cpu and _are_fine(replica, flags))
     if reported or stepped or is_read:
-        number = _settled[replica.group.name]
-        replica.unused.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), moved, missed, number))
-        while (unread := replica.unused.flags_unread) and (
-            reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD
-        ):
-            _judge(replica, unread.popleft())
+        unread, number = _of(replica).unread, _settled[replica.group.name]
+        unread.append(_Reduced(flags, reported, stepped, moved, missed, number))
+        while unread and (reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD):
+            try:
+                _judge(replica, unread.popleft())
+            except (VoidBackwardError, DesyncError, ReductionError):
+                unread.clear()
+                raise
     local.reduced = True
 
 
 def _are_fine(replica: Replica, flags: torch.Tensor) -> bool:
     """Whether flags, on the host, are those that said that all is well: nearly always, and quick to see."""
-    fine = replica.unused.flags_fine
+    fine = _of(replica).fine
     return fine is not None and torch.equal(flags, fine)
 
 
-def _judge(replica: Replica, unread: UnreadFlags) -> None:
-    flags, n_parameters = unread.read(), len(replica.parameters)
-    if not (unread.stepped or unread.unused) and _are_fine(replica, flags):
+def _judge(replica: Replica, reduced: _Reduced) -> None:
+    if reduced.event is not None:
+        reduced.event.synchronize()
+    flags, n_parameters = reduced.flags, len(replica.parameters)
+    if not (reduced.stepped or reduced.unused) and _are_fine(replica, flags):
         return
-    if n_parameters <= FEW_PARAMETERS:
-        values = flags.tolist()
-        more, any_unused = values[n_parameters:], any(values[:n_parameters])
-    else:
-        more, any_unused = flags[n_parameters:].tolist(), bool(flags[:n_parameters].any())
-    try:
-        if replica.group.has_others and is_failed(more):
-            raise VoidBackwardError(_who_failed(replica, unread.number))
-        if not replica.config.check_reductions:
-            return
-        if ranks_disagree(more):
-            raise DesyncError(_who_reduced_what(replica, unread.number))
-        if unread.stepped or is_stepped(more):
-            raise ReductionError(stepped_message(replica, unread.stepped))
-        if is_moved_by_some(more):
-            raise ReductionError(_who_missed_a_step(replica, unread) or _moved_message(replica, here=unread.moved))
-        if not replica.config.may_be_unused and (unread.unused or any_unused):
-            raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
-    except (VoidBackwardError, DesyncError, ReductionError):
-        replica.unused.flags_unread.clear()
-        raise
-    replica.unused.flags_fine = flags.clone()  # they lie in a bucket, which would be kept with them
+    more = flags[n_parameters:].tolist()
+    if replica.group.has_others and is_failed(more):
+        raise VoidBackwardError(_who_failed(replica, reduced.number))
+    if not replica.config.check_reductions:
+        return
+    if ranks_disagree(more):
+        raise DesyncError(_who_reduced_what(replica, reduced.number))
+    if reduced.stepped or is_stepped(more):
+        raise ReductionError(stepped_message(replica, reduced.stepped))
+    if is_moved_by_some(more):
+        raise ReductionError(_who_moved(replica, reduced))
+    if not replica.config.may_be_unused and (reduced.unused or bool(flags[:n_parameters].any())):
+        raise ReductionError(_unused_message(replica, reduced.unused, _unused_elsewhere(replica, reduced)))
+    _of(replica).fine = flags.clone()  # they lie in a bucket, which would be kept with them
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+# On a GPU ranks read flags in different backwards, so none asks the others there.
 
 
 def _who_failed(replica: Replica, number: int) -> str:
     table, done, own, texts = table_in_backward(replica), replica.history.synced_backwards, dist.get_rank(), list[str]()
-    ranks = () if table is None else dist.get_process_group_ranks(replica.group.process_group)
-    for rank, key in ((rank, _key_of_failure(replica, number, rank)) for rank in ranks if rank != own):
+    for rank in () if table is None else dist.get_process_group_ranks(replica.group.process_group):
+        key = _key_of_failure(replica, number, rank)
         with contextlib.suppress(RuntimeError):
-            if table is not None and table.store.check([key]):
+            if table is not None and rank != own and table.store.check([key]):
                 texts.append(f"; rank {rank} left backward {done + 1} with an error: {table.store.get(key).decode()}")
     return (
         f"rank {own}, module of {replica.names[0]}: synchronised backward {done + 1} is void{''.join(texts[:4])}. No "
@@ -173,33 +216,13 @@ def _who_failed(replica: Replica, number: int) -> str:
 
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
-    """Every rank comes here, for every rank has read the same flags."""
-    table = table_in_backward(replica)
     own = f"the module of {replica.names[0]}, number {replica.number}"
-    topic = f"dp_compile.mixed/{replica.group.name}/{number}"
-    said = [own] if table is None else exchange(table, topic, own)
-    what = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(said))
+    said = exchange(table_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
     return (
-        f"the ranks reduced different modules together, and their gradients are of no use: {what}. "
+        "the ranks reduced different modules together, so the reduced gradients are invalid: "
+        f"{'; '.join(f'rank {rank} {each}' for rank, each in enumerate(said))}. "
         "On every rank the backwards have to reach the same replicated modules in the same order."
     )
-
-
-def _unused_elsewhere(replica: Replica, unread: UnreadFlags, flags: torch.Tensor) -> dict[str, list[int]]:
-    """Who left which parameters out, other ranks only. On a GPU ranks come here in different backwards: nobody asks."""
-    table = table_in_backward(replica) if unread.event is None else None
-    if table is None:
-        here = set(unread.unused)
-        somewhere = flags[: len(replica.parameters)].nonzero().flatten().tolist()
-        return {"another rank": [index for index in somewhere if index not in here]}
-    said = exchange(table, f"dp_compile.left_out/{replica.topic}/{unread.number}", list(unread.unused))
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, left_out in enumerate(said):
-        if rank != table.rank:
-            ranks.setdefault(tuple(left_out), []).append(rank)
-    return {
-        f"rank{'s' * (len(each) > 1)} {', '.join(map(str, each))}": list(left_out) for left_out, each in ranks.items()
-    }
 
 
 def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
@@ -212,67 +235,48 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
     )
 
 
-def _who_missed_a_step(replica: Replica, unread: UnreadFlags) -> str:
-    """Every rank comes here, as every rank has read the same flags; on a GPU in different backwards, so none asks."""
-    table = table_in_backward(replica) if unread.event is None else None
-    topic = f"dp_compile.missed/{replica.topic}/{unread.number}"
-    said = [unread.missed] if table is None else exchange(table, topic, unread.missed)
-    return "; ".join(filter(None, said))
-
-
-def _moved_message(replica: Replica, *, here: bool) -> str:
-    where = "on this rank" if here else "on another rank"
-    return (
-        f"parameters of the module of {replica.names[0]} were changed {where} after a backward under no_sync, and not "
-        "on every rank, so the ranks differ now: is no_sync used on some ranks only? Use it on all of them, or pass "
-        "check_reductions=False."
+def _who_moved(replica: Replica, reduced: _Reduced) -> str:
+    """A rank that missed a step says so; else `no_sync` differs between ranks."""
+    table = table_in_backward(replica) if reduced.event is None else None
+    said = exchange(table, f"dp_compile.missed/{replica.topic}/{reduced.number}", reduced.missed)
+    return "; ".join(filter(None, said)) or (
+        f"parameters of the module of {replica.names[0]} were changed on {'this' if reduced.moved else 'another'} rank "
+        "after a backward under no_sync, and not on every rank, so the ranks differ now: is no_sync used on some ranks "
+        "only? Use it on all of them, or pass check_reductions=False."
     )
+
+
+def _unused_elsewhere(replica: Replica, reduced: _Reduced) -> dict[str, list[int]]:
+    """Which other ranks left which parameters out."""
+    table = table_in_backward(replica) if reduced.event is None else None
+    if table is None:
+        somewhere = reduced.flags[: len(replica.parameters)].nonzero().flatten().tolist()
+        return {"another rank": [index for index in somewhere if index not in reduced.unused]}
+    said = exchange(table, f"dp_compile.left_out/{replica.topic}/{reduced.number}", list(reduced.unused))
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, left_out in enumerate(said):
+        if rank != table.rank:
+            ranks.setdefault(tuple(left_out), []).append(rank)
+    return {
+        f"rank{'s' * (len(each) > 1)} {', '.join(map(str, each))}": list(left_out) for left_out, each in ranks.items()
+    }
 
 
 def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Mapping[str, Sequence[int]]) -> str:
-    parts = []
-    for where, indices in {"this rank": here, **elsewhere}.items():
-        if indices:
-            parts.append(f"without a gradient on {where}: {replica.name_list(indices)}")
+    parts = "; ".join(
+        f"without a gradient on {where}: {replica.name_list(indices)}"
+        for where, indices in {"this rank": here, **elsewhere}.items()
+        if indices
+    )
     gone = [index for index in here if replica.is_gone(index)]
     if gone:
         return (
-            f"parameters {'; '.join(parts)}. No longer in the module, where others took their places after "
-            f"replicate(): {replica.name_list(gone)}. Tie or replace parameters before replicate(), or call "
-            "unreplicate() and replicate() again."
+            f"parameters {parts}. No longer in the module, where others took their places after replicate(): "
+            f"{replica.name_list(gone)}. Tie or replace parameters before replicate(), or call unreplicate() and "
+            "replicate() again."
         )
     return (
-        f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
+        f"parameters {parts}. Every parameter has to take part in the loss on every rank. "
         "If some may be left out, pass find_unused_parameters=True; if they never train, call requires_grad_(False) on "
         "them before replicate(); if they were frozen since, call unreplicate() and replicate() again."
     )
-
-
-@dataclass(eq=False, slots=True)
-class UnreadFlags:
-    """Reduced flags on their way to the host: reading a GPU's at once would stop it once a step."""
-
-    flags: torch.Tensor
-    unused: tuple[int, ...]
-    stepped: tuple[int, ...]
-    moved: bool
-    missed: str
-    number: int
-    """The number of these flags on their group."""
-    event: torch.Event | None = None
-
-    def __post_init__(self) -> None:
-        self.flags = flags = self.flags.detach()
-        if flags.device.type != "cpu":
-            self.flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-            self.flags.copy_(flags, non_blocking=True)
-            self.event = torch.Event(flags.device)
-            self.event.record()
-
-    def has_arrived(self) -> bool:
-        return self.event is None or bool(self.event.query())
-
-    def read(self) -> torch.Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.flags

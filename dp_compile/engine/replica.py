@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -31,7 +31,6 @@ from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import Launches, ReadyTimes
 
 if TYPE_CHECKING:
-    from dp_compile.engine.flags import UnreadFlags
     from dp_compile.engine.updates import Updates
 
 _numbers = itertools.count()
@@ -110,24 +109,6 @@ class AfterReduction:
     updates: list[Updates] = field(default_factory=list)
     scattered: frozenset[int] = frozenset()
     parts_to: TakesParts | None = None
-
-
-@dataclass(eq=False, slots=True)
-class UnusedParameters:
-    """What ranks tell each other of parameters that they did not use (`engine/flags.py`).
-
-    Args:
-        flags_told: the flags that were sent last, and what they say.
-        flags_unread: those that came back and were not looked at yet.
-        flags_fine: the last ones that said that all is well, reduced.
-        untouched: parameters whose gradients the last synchronised backward left as they were, because no rank had
-            used them.
-    """
-
-    flags_told: tuple[tuple[object, ...], torch.Tensor] | None = None
-    flags_unread: deque[UnreadFlags] = field(default_factory=deque)
-    flags_fine: torch.Tensor | None = None
-    untouched: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -235,7 +216,8 @@ class Replica:
     bucket_memory: BucketMemory = field(default_factory=BucketMemory)
     """Of its buckets, as far as `plan.keeps_memory` says."""
     after: AfterReduction = field(default_factory=AfterReduction)
-    unused: UnusedParameters = field(default_factory=UnusedParameters)
+    untouched: tuple[int, ...] = ()
+    """Whose gradients the last synchronised backward left as they were, because no rank had used the parameters."""
     history: History = field(default_factory=History)
 
     said: set[str] = field(default_factory=set)
@@ -372,7 +354,7 @@ class Replica:
             averages: the reduced gradient of each of them; `None`: nobody has all of it.
             left_alone: those that no rank used, see `used_by_nobody`.
         """
-        self.unused.untouched = tuple(index for index in unused if index in left_alone)
+        self.untouched = tuple(index for index in unused if index in left_alone)
         if not self.config.may_be_unused:
             return
         for index, average in zip(unused, averages, strict=True):

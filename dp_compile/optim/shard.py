@@ -490,7 +490,7 @@ class Sharded(InBackward):
         self._is_open, held = False, _Held(failed)
         self._lay_out()
         still = {
-            *replica.unused.untouched,
+            *replica.untouched,
             *(index for index in self.covered if not self.parameters[index].requires_grad),
         }
         gradients: dict[int, torch.Tensor] = {}

@@ -193,7 +193,7 @@ class _Membership(JoinHook):
             return
         with torch.no_grad():
             for index, parameter in enumerate(self.replica.parameters):
-                if parameter.grad is not None and index not in self.replica.unused.untouched:
+                if parameter.grad is not None and index not in self.replica.untouched:
                     parameter.grad.mul_(world_size / len(self.active))
 
     @property

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from plans import uncoalesced
 from torch import nn
 
 import dp_compile
-from dp_compile.engine import flags
 from dp_compile.insight.report import Report
 from dp_compile.passes.reduction import EagerOps, Launched
 from dp_compile.plan.reduction import Stage
@@ -280,7 +278,7 @@ def test_unused_on_one_rank_with_find_unused(ranks: Ranks, compiled: str, micro_
             assert any(record.completed for record in report.captures)
 
 
-def run_unused_error(only_rank: int | None, few: int = flags.FEW_PARAMETERS) -> str:
+def run_unused_error(only_rank: int | None) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Branches()
@@ -289,8 +287,7 @@ def run_unused_error(only_rank: int | None, few: int = flags.FEW_PARAMETERS) -> 
     compiled = torch.compile(Both(model), backend="aot_eager")
     skip = dist.get_rank() == only_rank or only_rank is None
     try:
-        with mock.patch.object(flags, "FEW_PARAMETERS", few):
-            compiled(*vectors(dist.get_rank(), 0), skip).sum().backward()
+        compiled(*vectors(dist.get_rank(), 0), skip).sum().backward()
     except dp_compile.ReductionError as error:
         return str(error)
     return "no error"
@@ -317,9 +314,7 @@ def test_unused_is_an_error_on_every_rank(ranks: Ranks) -> None:
     assert "find_unused_parameters=True" in second
 
 
-@pytest.mark.parametrize("few", [0, 2_000])
-def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks, few: int) -> None:
-    """Of a model with many parameters the flags are looked at in another way."""
-    first, second, *_ = ranks.run(run_unused_error, 1, few)
+def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(run_unused_error, 1)
     assert "on rank 1: right.weight, right.bias" in first
     assert "on this rank: right.weight, right.bias" in second
