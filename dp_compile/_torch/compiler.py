@@ -102,10 +102,6 @@ def capture_is_running() -> bool:
     return bool(_attribute("torch._dynamo.compiled_autograd", "in_compiled_autograd_region"))
 
 
-class SizesInGraph(RuntimeError):
-    """What a capture would give may be wrong for other shapes. Nothing has run, and the next one takes more care."""
-
-
 def is_capture_in_the_way(error: NotImplementedError) -> bool:
     """Whether a backward was turned away at the engine's door because a capture is going on."""
     return "within another compiled autograd call" in str(error)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from dp_compile._torch.compiler import SizesInGraph
 from dp_compile._torch.missing import named
 from dp_compile._torch.serialized import read_whole
 
@@ -117,11 +116,9 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
 
     torch makes a symbol of every size, and each question to such a tensor one for a solver. But it puts calls into the
     graph as they are, and empty tensors of any shape stand for their results: no shape matters. Numbers that do are the
-    graph's inputs `sizes`, or decide whether the graph is found again. Should there be anything else, captures are
-    torch's own from then on.
+    graph's inputs `sizes`, or decide whether the graph is found again. With anything else the capture fails.
     """
 
-    with_symbols = False
     is_tracing = False
     _error: Exception | None = None
 
@@ -145,8 +142,6 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
             self.compile_context.__exit__(None, None, None)
 
     def wrap_fake(self, x: torch.Tensor, source: Any) -> Any:
-        if _QuickCapture.with_symbols:
-            return super().wrap_fake(x, source)
         return self.fake_tensor_mode.from_tensor(x, source=source, static_shapes=True)
 
     def proxy_call_aot_backward(
@@ -167,17 +162,15 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         """The graph.
 
         Raises:
-            SizesInGraph: it may fit no other shapes. Nothing has run; another capture will do.
-            Exception: of any class, from a function of autograd that cannot be captured. Nothing has run.
+            Exception: of any class, from a function of autograd that cannot be captured; or the graph may fit no other
+                shapes. Nothing has run.
         """
         self.is_tracing = False
         if self._error is not None:
             raise self._error
         found = [node.name for node in self.fx_tracer.graph.nodes if _is_computed(node)]
-        if found and not _QuickCapture.with_symbols:
-            _QuickCapture.with_symbols = True
-            self.leave()
-            raise SizesInGraph(f"a capture computed {', '.join(found)}")
+        if found:
+            raise RuntimeError(f"a capture computed {', '.join(found)}, whose sizes may be those of one batch")
         return super().end_capture(outputs)
 
 

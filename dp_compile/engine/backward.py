@@ -356,9 +356,6 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
     with capture() as begun, Reporting(arrivals):
         try:
             result = call.run()
-        except compiler.SizesInGraph as error:
-            logger.debug("captures are torch's own from now on, and slower: %s", error)
-            result = call.run()
         finally:
             state.is_spoilt = begun.has_spoilt_graph
     if not state.ran:

@@ -19,7 +19,7 @@ from dp_compile._torch import distributed, dynamo
 from dp_compile._torch.dtensors import placements_of
 from dp_compile.engine import window
 from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
-from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Sites, find_sites, give_zeros_for_none
+from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Sites, find_sites
 from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks, reduce_eagerly
 from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica, Revision
@@ -39,7 +39,6 @@ class CapturedBackward:
     """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
-        give_zeros_for_none(graph_module)
         self._graph_module = graph_module
         self._sites = find_sites(graph_module.graph)
         self._compiled: dict[Binding, CompiledBackward] = {}

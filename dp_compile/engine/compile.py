@@ -94,8 +94,7 @@ class CompiledBackward:
             for ordinal, replica in enumerate(replicas)
         }
         self._updates, self._left_to_step = updates_of(replicas, self._binding.wanted, self._binding.hooked)
-        makes_buckets = any(graph_pass.realises_plan for graph_pass in replicas[0].passes)
-        self._to_reduce = ToReduce(self._synced, self._unused, not makes_buckets, self._updates)
+        self._to_reduce = ToReduce(self._synced, self._unused, self._updates)
         self._number = next(_code_numbers)
         self._run: Callable[..., Any] | None = None
         self._has_run = False
@@ -113,15 +112,10 @@ class CompiledBackward:
         self.has_begun = False
         inputs.extend(self._extra_inputs(replicas))
         self._replicas, self._settling = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
-        untold = events.NO_BUCKETS if self._to_reduce.deferred else "" if self._has_run else events.COMPILED_IN_IT
+        untold = "" if self._has_run else events.COMPILED_IN_IT
         try:
             with events.telling_of_backward(events.Backward(self._settling, captured=True, untold=untold)) as told:
-                if (
-                    told
-                    and told[0].listeners
-                    and not untold
-                    and any(replica.plan.buckets for replica in self._settling)
-                ):
+                if told and told[0].listeners and self._has_run:
                     self._events = BucketEvents([replica.plan for replica in self._settling], told)
                 started = time.monotonic()
                 if self._run is None:
@@ -353,14 +347,12 @@ class CompiledBackward:
                 # Code from a cache has no graph to count in; the same passes made it from the same plans.
                 collectives=log.collectives if log.passes_ran else self._planned_collectives(),
                 graphs=log.graphs,
-                deferred=self._to_reduce.deferred,
                 cached=not log.passes_ran,
                 synced=bool(self._synced or self._updates),
                 passes=log.passes,
                 placements=log.placements,
                 updated=sum(len(each.indices) for each in self._updates),
                 left_to_step=self._left_to_step,
-                why_deferred=events.NO_BUCKETS if self._to_reduce.deferred else "",
             )
         if self._latest is not None:
             for replica in replicas:

@@ -28,7 +28,6 @@ from dp_compile.plan.reduction import launch_order
 CAPTURED: Final = "captured"
 """The stage of a backward as Dynamo leaves it, before any pass."""
 COMPILED_IN_IT: Final = "code was compiled in it"
-NO_BUCKETS: Final = "no pass makes buckets"
 
 LAUNCH: Final = "launch"
 WAIT: Final = "wait"

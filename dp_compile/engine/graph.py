@@ -95,12 +95,11 @@ class CapturedGraph:
 class ToReduce:
     """What is reduced: the modules in `synced`, by position, with what each of them did not use in this backward.
 
-    `deferred`: all reductions stand at the end. `updates`: what optimizers update in it.
+    `updates`: what optimizers update in it.
     """
 
     synced: tuple[int, ...]
     unused: Mapping[int, tuple[int, ...]]
-    deferred: bool
     updates: tuple[InBackward, ...] = ()
 
     def updates_parameter(self, place: Place) -> bool:
@@ -128,42 +127,6 @@ def position_of(node: object) -> int:
     position = node.args[1]
     assert isinstance(position, int)
     return position
-
-
-def give_zeros_for_none(graph_module: fx.GraphModule) -> None:
-    """Let an autograd function of the user's give `None` for a gradient, which means zeros.
-
-    The engine hands an undefined gradient on, and torch's DDP reduces zeros for it. In a captured graph it is a Python
-    `None` at which tracing fails (torch 2.13).
-    """
-    graph, found = graph_module.graph, False
-    for check in list(graph.nodes):
-        for position, (output, like) in enumerate(dynamo.validated_outputs(check)):
-            if like is not None and _is_of_a_function(output):
-                with graph.inserting_before(check):
-                    given = graph.call_function(given_or_zeros, (output, *like))
-                outputs = list(check.args[0])
-                outputs[position] = given
-                check.args = (outputs, *check.args[1:])
-                found = True
-    if found:
-        graph_module.recompile()
-
-
-def _is_of_a_function(output: Any) -> bool:
-    return (
-        isinstance(output, fx.Node)
-        and output.target is operator.getitem
-        and isinstance(output.args[0], fx.Node)
-        and output.args[0].target is dynamo.call_backward
-    )
-
-
-def given_or_zeros(
-    value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Traced behind an autograd function: its gradient, or zeros if it gave none."""
-    return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
 
 
 # --- reductions in it -----------------------------------------------------------------------------------------------
@@ -195,8 +158,8 @@ class _Builder:
         self.position = captured.input_count
         self.factors: dict[Place, tuple[fx.Node, ...]] = {}
         """For each gradient that has some: the factors that are given when the code runs."""
-        self.hooked: dict[Place, tuple[fx.Node, bool]] = {}
-        """The parameter of each hook, and whether it had a gradient before."""
+        self.parameters: dict[Place, fx.Node] = {}
+        """Those that have a hook."""
         self.reductions: dict[Place, fx.Node] = {}
         """Those that are in the graph."""
 
@@ -218,7 +181,7 @@ class _Builder:
                 self.factors[ordinal, gradient.index] = nodes.get(gradient.key.reduction, ())
 
     def place_reductions(self) -> None:
-        """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
+        """Put a reduction in the place of the calls of our hooks.
 
         A reduction stands behind all hooks of its parameter: those of the user's see the rank's own gradient, and may
         change it, whenever they were set, as with torch's DDP.
@@ -232,45 +195,31 @@ class _Builder:
             parameter = node.args[1]
             assert isinstance(parameter, fx.Node)
             if self.replicas[place[0]].reduces:
-                self.hooked[place] = (parameter, existing)
-                if not self.wanted.deferred:
-                    with self.graph.inserting_after(last):
-                        self.reduce(place, None)
+                reduce: Callable[..., torch.Tensor] = reduce_accumulated
+                if place[1] in self.replicas[place[0]].dtensors:
+                    reduce = reduce_own_part
+                elif self.wanted.updates_parameter(place):
+                    reduce = reduce_to_update
+                self.parameters[place] = parameter
+                with self.graph.inserting_after(last):
+                    given: tuple[Any, ...] = (parameter, existing, place[1], place[0], *self.factors.get(place, ()))
+                    self.reductions[place] = self.graph.call_function(reduce, given)
             node.replace_all_uses_with(parameter)
             self.graph.erase_node(node)
 
-    def reduce(self, place: Place, after: fx.Node | None) -> fx.Node:
-        """Reduce the gradient of a parameter that has a hook."""
-        ordinal, index = place
-        reduce: Callable[..., torch.Tensor] = reduce_accumulated
-        if index in self.replicas[ordinal].dtensors:
-            reduce = reduce_own_part
-        elif self.wanted.updates_parameter(place):
-            reduce = reduce_to_update
-        given = (*self.hooked[place], index, ordinal, after, *self.factors.get(place, ()))
-        self.reductions[place] = self.graph.call_function(reduce, given)
-        return self.reductions[place]
-
     def complete(self) -> list[fx.Node]:
-        """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end."""
+        """Reduce what no hook reduces: flags and unused parameters."""
         results: list[fx.Node] = []
         for ordinal in self.wanted.synced:
             replica = self.replicas[ordinal]
-            sources = {
-                index: self.source(ordinal, index) for index in (len(replica.parameters), *self.wanted.unused[ordinal])
-            }
             done: dict[int, fx.Node] = {}
-            after: fx.Node | None = None
-            for index in (gradient.index for gradient in replica.plan.gradients):
-                if index in sources:
-                    more = self.factors.get((ordinal, index), ())
-                    after = done[index] = self.graph.call_function(emit, (sources[index], index, ordinal, after, *more))
-                elif self.wanted.deferred:
-                    after = self.reduce((ordinal, index), after)
-                after = after if self.wanted.deferred else None
+            for index in (len(replica.parameters), *self.wanted.unused[ordinal]):
+                factors = self.factors.get((ordinal, index), ())
+                given = (self.source(ordinal, index), index, ordinal, None, *factors)
+                done[index] = self.graph.call_function(emit, given)
             scattered = replica.after.scattered
             self.reductions |= {(ordinal, index): node for index, node in done.items() if index in scattered}
-            results += [done[index] for index in sources if index not in scattered]
+            results += [node for index, node in done.items() if index not in scattered]
             self.keep_state_of_hook(ordinal, done[len(replica.parameters)])
         return results
 
@@ -299,7 +248,7 @@ class _Builder:
     def place_updates(self) -> None:
         for update in self.wanted.updates:
             places = [(update.replica, index) for index in update.indices]
-            parameters = [] if update.hands_over else [self.hooked[place][0] for place in places]
+            parameters = [] if update.hands_over else [self.parameters[place] for place in places]
             gradients = [self.reductions[place] for place in places]
             who = list(update.indices), update.replica, update.optimizer, update.bucket
             self.graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
@@ -331,7 +280,6 @@ def reduce_accumulated(
     existing: bool,
     index: int,
     replica: int,
-    after: torch.Tensor | None = None,
     *factors: torch.Tensor,
 ) -> torch.Tensor:
     """Traced behind a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
@@ -340,7 +288,7 @@ def reduce_accumulated(
     """
     in_place = (existing and parameter.grad is not None) or parameter.is_complex()
     grad = _accumulated(parameter)
-    reduced = emit(real_view(grad), index, replica, after, *factors)
+    reduced = emit(real_view(grad), index, replica, None, *factors)
     if in_place:
         real_view(grad).copy_(reduced)
         parameter.grad = grad
@@ -354,12 +302,11 @@ def reduce_own_part(
     existing: bool,
     index: int,
     replica: int,
-    after: torch.Tensor | None = None,
     *factors: torch.Tensor,
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a DTensor: of its gradient, laid out as it is, the part that this rank holds."""
     grad: Any = redistributed_as(parameter, _accumulated(parameter))
-    reduced = emit(grad.to_local(), index, replica, after, *factors)
+    reduced = emit(grad.to_local(), index, replica, None, *factors)
     result = from_part(reduced, parameter)
     if existing and parameter.grad is not None:
         grad.copy_(result)
@@ -374,11 +321,10 @@ def reduce_to_update(
     existing: bool,
     index: int,
     replica: int,
-    after: torch.Tensor | None = None,
     *factors: torch.Tensor,
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
-    reduced = emit(_accumulated(parameter), index, replica, after, *factors)
+    reduced = emit(_accumulated(parameter), index, replica, None, *factors)
     parameter.grad = None
     return reduced
 
@@ -483,11 +429,11 @@ def _plain(
         gradients[position] = call(operator.getitem, (accumulated, 0))
         return gradients[position]
     if node.target is reduce_accumulated:
-        parameter, existing, *rest = args
+        parameter, existing, index, replica, *factors = args
         position = position_of(parameter)
         if existing or position not in gradients or inputs[position].is_complex():
             raise NotPlain("a gradient that is changed in place")
-        gradients[position] = call(REDUCE_GRAD, (gradients[position], *rest), "reduced")
+        gradients[position] = call(REDUCE_GRAD, (gradients[position], index, replica, None, *factors), "reduced")
         return gradients[position]
     if node.target is emit:
         return call(REDUCE_GRAD, args, "reduced")

@@ -93,9 +93,7 @@ class CaptureRecord:
 
     `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
     without a gradient. `collectives` come out, counted in the graph after the last
-    pass, planned if `cached`. `deferred`: all reductions stand at the end of the backward, because
-    no pass makes buckets. `cached`: the code came from a compiler's cache, so the
-    passes did not run. `why_deferred`: what is in the way, if it is known.
+    pass, planned if `cached`. `cached`: the code came from a compiler's cache, so the passes did not run.
     Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements` are of the gradients that
     code was generated for.
     """
@@ -105,7 +103,6 @@ class CaptureRecord:
     completed: int
     collectives: int
     graphs: int
-    deferred: bool
     cached: bool
     synced: bool
     passes: tuple[PassRecord, ...] = ()
@@ -113,7 +110,6 @@ class CaptureRecord:
     updated: int = 0
     """How many parameters optimizers update in it, and in words what they leave to `step()`."""
     left_to_step: tuple[str, ...] = ()
-    why_deferred: str = ""
 
     @property
     def memory(self) -> PeakMemory | None:
@@ -135,8 +131,6 @@ class CaptureRecord:
             f"{count(self.graphs, 'graph')}"
         )
         notes = [f"{count(self.completed, 'parameter')} without one completed with zeros"] if self.completed else []
-        if self.deferred:
-            notes.append(": ".join(filter(None, ("all reductions at the end of the backward", self.why_deferred))))
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
         lines = [head]

@@ -40,7 +40,7 @@ class ExplainedBucket:
     """One bucket. `reason`: why it ends with its last member. `why`: why it is exposed, or that it is not.
 
     `released_by`: the gradient whose readiness lets it be launched; it may be of an earlier bucket, for launches keep
-    their order, and is empty if reductions are deferred. `planned`: `None` if the timeline is not known.
+    their order. `planned`: `None` if the timeline is not known.
     """
 
     number: int
@@ -140,12 +140,12 @@ def _explained(step: Step, has_timeline: bool) -> Iterator[ExplainedBucket]:
         if own_s >= latest_s:
             last = [member for member, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
             latest_s, name, place = own_s, max(_gradients(last), key=lambda member: member.nbytes).label, number
-        released_by, each = "" if step.deferred else name, planned[number]
-        why = "" if each is None else _why(step, each, released_by, "" if place == number else f" (bucket {place})")
+        each = planned[number]
+        why = "" if each is None else _why(step, each, name, "" if place == number else f" (bucket {place})")
         labels = tuple(member.label for member in bucket.members)
         gradients = sum(member.gradient.name != UNUSED_FLAGS for member in bucket.members)
         facts = number, bucket.nbytes, gradients, labels, bucket.reason
-        yield ExplainedBucket(*facts, released_by, why, each, seen[number] if seen else None)
+        yield ExplainedBucket(*facts, name, why, each, seen[number] if seen else None)
 
 
 def _gradients(members: Sequence[Any]) -> Sequence[Any]:
@@ -182,11 +182,8 @@ def _gain(change: str, before: Step, after_s: float, *, at_most: bool = False) -
 
 def _options(step: Step) -> Iterator[Advice]:
     has_buckets, plans = step.strategy != "single", step.strategy == "optimal"
-    if step.deferred:
-        now = replace(step, deferred=False)
-        how = "a backward without graph breaks" if has_buckets else "the default passes, which make buckets"
-        after_s = _end_s(now if has_buckets else replanned(now))
-        yield _gain(f"{how}: reductions start before its end", step, after_s)
+    if not has_buckets:
+        yield _gain("the default passes, which make buckets", step, _end_s(replanned(step)))
     if has_buckets and (step.is_timed or not plans):  # a plan for assumed speeds is not judged by the same assumption
         caps = {"math.inf" if cap_mb == math.inf else f"{cap_mb:g}": cap_mb for cap_mb in CAPS_MB}
         other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in caps.items()}
@@ -307,8 +304,6 @@ def _facts(this: Explanation) -> Iterator[str]:
 def _notes(step: Step, no_timeline: str | None) -> Iterator[str]:
     if no_timeline is not None:
         yield f"no timeline: {no_timeline}"
-    if step.deferred:
-        yield f"all reductions stand at the end of the backward: {step.why_deferred or 'no pass makes buckets'}"
     if step.left:
         others = [bucket for number, bucket in enumerate(step.plan.buckets) if number not in step.left]
         why = ", ".join(sorted({why_not_left(bucket) or "another reader" for bucket in others}))

@@ -135,8 +135,6 @@ def step_of_replica(replica: Replica) -> Step:
         refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
         backwards=tuple(replica.history.backwards.items()),
         measured=measured.get(replica),
-        deferred=latest is not None and latest.deferred,
-        why_deferred=latest.why_deferred if latest else "",
         optimizers=tuple(
             record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
         ),

@@ -184,8 +184,6 @@ class Step:
         refusals: what passes left alone.
         backwards: how many backwards went which way.
         measured: what was measured, if anything was.
-        deferred: all reductions stand at the end of the backward, as in `CaptureRecord`.
-        why_deferred: the reason.
         optimizers: those that update in the backward.
     """
 
@@ -203,8 +201,6 @@ class Step:
     refusals: tuple[Refusal, ...] = ()
     backwards: tuple[tuple[str, int], ...] = ()
     measured: MeasuredStep | None = None
-    deferred: bool = False
-    why_deferred: str = ""
     optimizers: tuple[OptimizerRecord, ...] = ()
 
     @property
@@ -329,10 +325,8 @@ class Step:
         return tuple(job._replace(ready_s=0.0) if _is_of_flags(job.bucket) else job for job in jobs)
 
     def jobs(self) -> list[Job]:
-        """The buckets as jobs of the network. Deferred ones are all ready when the backward ends."""
+        """The buckets as jobs of the network."""
         members = [member for bucket in self.ready_members() for member in bucket]
-        if self.deferred:
-            members = [replace(member, ready_s=max(member.ready_s, self.backward_s)) for member in members]
         ends = list(accumulate(len(bucket.members) for bucket in self.plan.buckets))
         buckets = tuple(tuple(range(start, end)) for start, end in pairwise([0, *ends]))
         return jobs_of(members, buckets, self.cost)
@@ -410,7 +404,7 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    names = "mode", "strategy", "world_size", "device", "deferred", "why_deferred", "cost_source"
+    names = "mode", "strategy", "world_size", "device", "cost_source"
     data = {name: getattr(step, name) for name in names}
     data |= {
         "backend": asdict(step.backend),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
-from dp_compile._torch import autograd, compiler
+from dp_compile._torch import autograd, compiler, dynamo
 from dp_compile.engine import compile as compilation
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -109,7 +109,7 @@ def test_what_is_compiled_of_a_forward(what: str) -> None:
     with dp_compile.compiled_backward() if what == "nothing" else nullcontext():
         twin.step(batch(1, 6))
     (record,) = twin.report.captures
-    assert (record.hooks, record.graphs, record.deferred) == (len(list(twin.model.parameters())), 1, False)
+    assert (record.hooks, record.graphs) == (len(list(twin.model.parameters())), 1)
     assert twin.report.backwards == {"captured": 1}
 
 
@@ -278,26 +278,15 @@ class TwoOutputs(nn.Module):
         return self.second(out), out.sin()
 
 
-@pytest.fixture
-def quick_captures() -> Iterator[Any]:
-    from dp_compile._torch import dynamo
-
-    yield dynamo
-    dynamo._QuickCapture.with_symbols = False
-
-
-def test_a_graph_that_may_be_of_one_size_is_captured_with_more_care(
-    quick_captures: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quick_captures, "_is_computed", lambda node: node.target is torch.ops.aten.zeros.default)
+def test_a_graph_that_may_be_of_one_size_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "_is_computed", lambda node: node.target is torch.ops.aten.zeros.default)
     twin = Twin(TwoOutputs())
     for rows in (4, 6):
         twin.step(torch.randn(rows, 8), loss=lambda out: out[0].square().sum())
-        assert quick_captures._QuickCapture.with_symbols
-    assert set(twin.report.backwards) == {"captured"}
+    assert twin.report.backwards == {"eager hooks": 2}
 
 
-def test_what_a_capture_computes_is_seen(quick_captures: Any) -> None:
+def test_what_a_capture_computes_is_seen() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     new_zeros, zeros, detach = torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.detach
@@ -310,8 +299,8 @@ def test_what_a_capture_computes_is_seen(quick_captures: Any) -> None:
         graph.create_node("call_function", new_zeros, (x, [4, 8]), {}, name="aot0_new_zeros"),
     ]
     graph.output((computed[0], *others))
-    assert all(map(quick_captures._is_computed, computed))
-    assert not any(map(quick_captures._is_computed, [*others, graph.call_function(detach.default, (x,))]))
+    assert all(map(dynamo._is_computed, computed))
+    assert not any(map(dynamo._is_computed, [*others, graph.call_function(detach.default, (x,))]))
 
 
 def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

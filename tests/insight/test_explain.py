@@ -138,17 +138,16 @@ GRADIENT = st.builds(
     cap_mb=st.sampled_from([0.01, 1.0, 30.0]),
     backward_ms=st.sampled_from([None, 0.0, 1.0, 50.0]),
     alpha_us=st.sampled_from([0.0, 50.0]),
-    deferred=st.booleans(),
 )
 def test_the_figures_are_those_of_the_timeline(
-    sizes: list[tuple[int, str]], cap_mb: float, backward_ms: float | None, alpha_us: float, deferred: bool
+    sizes: list[tuple[int, str]], cap_mb: float, backward_ms: float | None, alpha_us: float
 ) -> None:
     gradients = [
         gradient(index, f"p{index}", numel, KEY._replace(dtype=dtype)) for index, (numel, dtype) in enumerate(sizes)
     ]
     plan = plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=Layout(64))
     ready = replace(assumed_times(gradients), backward_s=None if backward_ms is None else backward_ms / 1e3)
-    seen = step(1.0, plan=plan, ready=ready, cost=AllReduceCost(alpha_us * 1e-6, 1e-10), deferred=deferred)
+    seen = step(1.0, plan=plan, ready=ready, cost=AllReduceCost(alpha_us * 1e-6, 1e-10))
     explained, planned = explanation_of(seen), planned_buckets(seen)
     assert explained.exposed_s == pytest.approx(sum(bucket.exposed_s for bucket in planned))
     assert explained.end_s == pytest.approx(seen.backward_s + explained.exposed_s)
@@ -228,4 +227,3 @@ def test_explains_a_module(options: dict[str, Any]) -> None:
     assert str(explained).startswith("Estimated, not measured: ")
     assert str(explained) == str(explanation_of(Step.from_json(step_of(model).to_json())))
     assert all(name in explained.text(verbose=True) for name, _ in model.named_parameters())
-    assert step_of(model).deferred == ("passes" in options)

@@ -97,9 +97,7 @@ def test_report() -> None:
     key = bucket_key("0", "avg", "bfloat16", "cuda")
     plan = plan_single([GradientSpec(0, "head.weight", (8, 4), (4, 1), 2, key)])
     captures = [
-        CaptureRecord(
-            hooks=4, reductions=5, completed=0, collectives=2, graphs=1, deferred=False, cached=False, synced=synced
-        )
+        CaptureRecord(hooks=4, reductions=5, completed=0, collectives=2, graphs=1, cached=False, synced=synced)
         for synced in (True, False)
     ]
     text = str(Report("python hooks", 8, plan, tuple(captures), {"captured": 12, "eager hooks": 1}))
