@@ -16,26 +16,26 @@ from dp_compile.optim.deferred import Pending
 def poisoned() -> Iterator[None]:
     """Inside, that is so in this process."""
     before: dict[Pending, list[torch.Tensor]] = {}
-    depart = Pending.depart
+    register = Pending.register
 
-    def departs(left: Pending) -> None:
-        depart(left)
-        before[left] = [each.detach().clone() for each in left.parameters]
-        with torch.no_grad(), left.replica.local.updating(left.indices):
-            for each in left.parameters:
+    def registers(pending: Pending) -> None:
+        register(pending)
+        before[pending] = [each.detach().clone() for each in pending.parameters]
+        with torch.no_grad(), pending.replica.local.updating(pending.indices):
+            for each in pending.parameters:
                 each.fill_(torch.nan)
-        left.versions = left._versions_now()
+        pending.versions = pending._versions_now()
 
     def restoring(finish: Callable[[Any], None]) -> Callable[[Any], None]:
-        def finishes(left: Pending) -> None:
-            for each, value in zip(left.parameters, before.pop(left, ()), strict=False):
+        def finishes(pending: Pending) -> None:
+            for each, value in zip(pending.parameters, before.pop(pending, ()), strict=False):
                 each.copy_(value)
-            finish(left)
+            finish(pending)
 
         return finishes
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Pending, "depart", departs))
+        stack.enter_context(mock.patch.object(Pending, "register", registers))
         for kind in Pending.__subclasses__():
             stack.enter_context(mock.patch.object(kind, "finish", restoring(kind.finish)))
         yield

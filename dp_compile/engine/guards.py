@@ -259,6 +259,12 @@ def check_parameters(replica: Replica) -> None:
         this.sums = _launch(replica, number)
 
 
+def forget_comparison(replica: Replica) -> None:
+    """The comparison in flight is of parameters that were updated in part, and are loaded from a checkpoint now."""
+    if (this := _comparisons.get(replica)) is not None:
+        this.sums = None
+
+
 def _why_not_compared(replica: Replica) -> str:
     """Not where ranks have run out of inputs: those do not step. Unasked only where nothing else may be meant."""
     every, group = check_parameters_every(), replica.group

@@ -1,7 +1,7 @@
-"""Optimizers that update parameters in the backward: what the engine asks of them, and when.
+"""Sinks that update parameters in the backward: what the engine asks of an optimizer, and when.
 
-Which parameters a captured backward updates is a rank's own affair: an update is a function of reduced gradients, which
-are the same on every rank, and what is not updated in the backward has its gradient in `.grad`, for `step()`.
+Each rank decides alone which parameters a captured backward updates: an update is a function of reduced gradients,
+which are the same on every rank, and what is not updated in the backward has its gradient in `.grad`, for `step()`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Updates(RunsUpdates, Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody still has it."""
+        """Whether the optimizer still exists."""
 
     def begin(self) -> None:
         """A backward of the module begins.
@@ -102,16 +102,9 @@ class InBackward:
     hands_over: bool = False
 
 
-def begin(replica: Replica) -> None:
-    """A backward of the module begins: its optimizers may refuse it."""
-    if replica.after.updates:
-        replica.after.updates = [each for each in replica.after.updates if each.is_alive]
-        for each in () if replica.rehearses else replica.after.updates:
-            each.begin()
-
-
 class OneBackward:
-    """Around a backward of these modules: their optimizers hear of its start and of its end. Gives what they update."""
+    """Around a backward of these modules: their optimizers are called at its start and at its end. Gives what they
+    update."""
 
     __slots__ = ("_keep_graph", "_replicas", "_wanted")
 
@@ -120,7 +113,10 @@ class OneBackward:
 
     def __enter__(self) -> dict[Replica, tuple[Wanted, ...]]:
         for replica in self._replicas:
-            begin(replica)
+            updates = replica.after.updates
+            updates[:] = [each for each in updates if each.is_alive]
+            for each in () if replica.rehearses else updates:
+                each.begin()
         self._wanted = {
             replica: tuple(each.wanted(keep_graph=self._keep_graph) for each in replica.after.updates)
             for replica in self._replicas
@@ -155,20 +151,17 @@ def updates_of(
     found: list[InBackward] = []
     left: list[str] = []
     for ordinal, replica in enumerate(replicas):
-        bucket_of = {
-            member.gradient.index: number
-            for number, bucket in enumerate(replica.plan.buckets)
-            for member in bucket.members
-        }
+        buckets = enumerate(replica.plan.buckets)
+        bucket_of = {member.gradient.index: number for number, bucket in buckets for member in bucket.members}
         for number, wanted in enumerate(wanted_of[ordinal]):
-            reason = wanted.obstacle
-            if wanted.parts:
-                for bucket, indices in _by_bucket(wanted.indices, bucket_of, whole=False).items():
-                    missing = [index for index in indices if (ordinal, index) not in got]
-                    found.append(InBackward(ordinal, number, bucket, tuple(indices), bool(missing)))
-                continue
             here = [index for index in wanted.indices if (ordinal, index) in got]
             missing = [index for index in wanted.indices if (ordinal, index) not in got]
+            if wanted.parts:
+                for bucket, indices in _by_bucket(wanted.indices, bucket_of, whole=False).items():
+                    hands_over = not set(indices).isdisjoint(missing)
+                    found.append(InBackward(ordinal, number, bucket, tuple(indices), hands_over))
+                continue
+            reason = wanted.obstacle
             if wanted.whole and missing:
                 reason = f"{replica.name_list(missing)} got no gradient, and the norm or the check is over all"
             elif missing:
@@ -199,5 +192,5 @@ def memory_of(tensors: Sequence[object], written: Sequence[torch.Tensor]) -> tup
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """The same for tensors in one memory; what has no memory has a number of its own."""
+    """The same for tensors in one memory; what has no memory has a number for itself."""
     return (tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0) or -id(tensor)

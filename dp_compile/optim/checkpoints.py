@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,11 +14,12 @@ import torch
 from dp_compile._torch.stand_in import StandIn
 from dp_compile.errors import ConfigError
 from dp_compile.optim.in_backward import known
-from dp_compile.optim.shard import Sharded
-from dp_compile.optim.states import State, is_cut
+from dp_compile.optim.shard import Shard
+from dp_compile.optim.shards import State, is_cut
+from dp_compile.optim.update import Update
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.checkpoint.storage import StorageReader
 
@@ -36,15 +36,16 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
     Raises:
         ConfigError: `to` is no rank of the group.
     """
-    sharded = known(optimizer)
-    if not isinstance(sharded, Sharded):
+    update = known(optimizer)
+    if update is None or not isinstance(update.part, Shard):
         return optimizer.state_dict()
-    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < sharded.ranks):
-        raise ConfigError(f"to must be a rank of the module's group, 0 to {sharded.ranks - 1}, or None, got {to!r}.")
-    states = sharded.full_states(to)
-    if to not in (None, sharded.rank):
+    shard = update.part
+    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < shard.ranks):
+        raise ConfigError(f"to must be a rank of the module's group, 0 to {shard.ranks - 1}, or None, got {to!r}.")
+    states = shard.full_states(to)
+    if to not in (None, shard.rank):
         return {}
-    with sharded.as_whole(states):
+    with shard.as_whole(states):
         return optimizer.state_dict()
 
 
@@ -53,23 +54,22 @@ def sharded_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     `{"state": {parameter: {name: tensor}}, "param_groups": JSON, "orders": JSON}` with the names of parameters in the
     module. Of a parameter that is cut, each tensor is saved as one of one dimension, put together of the ranks' parts,
-    in the order of the parameter's memory; `orders` says which, where it is not row by row. No communication; the
-    tensors are those of the optimizer, not copies.
+    in the order of the parameter's memory; `orders` has that where it is not row by row. No communication; the tensors
+    are those of the optimizer, not copies.
 
     Raises:
         ConfigError: the optimizer is not sharded.
     """
-    sharded = _sharded(optimizer)
+    _, shard = _shard_of(optimizer)
     state: dict[str, State] = {}
-    for index, own in sharded.own_states().items():
-        name, piece = sharded.names[index], sharded.pieces[index]
+    for index, own in shard.own_states().items():
+        name, piece = shard.names[index], shard.pieces[index]
         state[name] = {
-            key: StatePart.of(value, piece.start, sharded.parameters[index].numel()) if is_cut(key, value) else value
+            key: StatePart.of(value, piece.start, shard.parameters[index].numel()) if is_cut(key, value) else value
             for key, value in own.items()
             if value is not None
         }
-    said = {"param_groups": json.dumps(_groups(sharded, optimizer)), "orders": json.dumps(_orders(sharded))}
-    return {"state": state, **said}
+    return {"state": state, "param_groups": json.dumps(_groups(shard)), "orders": json.dumps(_orders(shard))}
 
 
 def load_sharded_state_dict(
@@ -91,122 +91,93 @@ def load_sharded_state_dict(
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a while to load
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    sharded = _sharded(optimizer)
+    update, shard = _shard_of(optimizer)
     reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     stored = reader.read_metadata().state_dict_metadata
-    groups = _groups(sharded, optimizer)
     if f"{key}.param_groups" not in stored:
         raise ConfigError(f"the checkpoint has no sharded optimizer under '{key}'. Give the key= it was saved under.")
-    wanted = {
-        index: _room_for(sharded, index, _entries(stored, f"{key}.state.{sharded.names[index]}."))
-        for index in sharded.pieces
-    }
-    given: dict[str, Any] = {
-        "state": {sharded.names[index]: state for index, state in wanted.items() if state},
-        "param_groups": "",
-        "orders": "",
-    }
-    known_names = {name for group in groups for name in group["params"]}
-    foreign = {
-        name.removeprefix(f"{key}.state.").rpartition(".")[0] for name in stored if name.startswith(f"{key}.state.")
-    } - known_names
+    place, prefix = {shard.names[index]: index for index in shard.covered}, f"{key}.state."
+    state: dict[str, State] = {}
+    foreign = set[str]()
+    for entry, what in stored.items():
+        name, _, slot = entry.removeprefix(prefix).rpartition(".")
+        if entry.startswith(prefix) and name not in place:
+            foreign.add(name)
+        elif entry.startswith(prefix) and place[name] in shard.pieces:
+            state.setdefault(name, {})[slot] = _room_for(shard, place[name], slot, what)
     if foreign:
         raise ConfigError(
             f"the checkpoint has state of {', '.join(sorted(foreign)[:8])}, which this optimizer does not have. Load "
             "it into an optimizer over the same parameters."
         )
-    whole = {key: given}
-    load(whole, storage_reader=reader, process_group=sharded.group)
-    _check_orders(_orders(sharded), json.loads(whole[key]["orders"]))
-    _take_groups(optimizer, groups, json.loads(whole[key]["param_groups"]))
-    sharded.hold_own({
-        index: {name: value.part if isinstance(value, StatePart) else value for name, value in state.items()}
-        for index, state in wanted.items()
-        if state
-    })  # fmt: skip
-
-
-def _sharded(optimizer: torch.optim.Optimizer) -> Sharded:
-    sharded = known(optimizer)
-    if not isinstance(sharded, Sharded):
-        raise ConfigError(
-            f"this {type(optimizer).__name__} is not sharded. Use its state_dict() and load_state_dict(), or "
-            "in_backward(..., shard=True) before."
-        )
-    return sharded
-
-
-def _groups(sharded: Sharded, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Options of the groups, as plain values, and the names of their parameters."""
-    name_of = {id(parameter): name for parameter, name in zip(sharded.parameters, sharded.names, strict=True)}
-    return [
-        {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-        | {"params": [name_of[id(each)] for each in group["params"] if id(each) in name_of]}
-        for group in optimizer.param_groups
-    ]
-
-
-def _orders(sharded: Sharded) -> dict[str, list[int]]:
-    """The strides of parameters that are cut and do not lie row by row, by name."""
-    return {
-        sharded.names[index]: list(sharded.parameters[index].stride())
-        for index in sharded.covered
-        if not sharded.parameters[index].is_contiguous()
-    }
-
-
-def _check_orders(mine: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
+    whole: dict[str, Any] = {key: {"state": state, "param_groups": "", "orders": ""}}
+    load(whole, storage_reader=reader, process_group=shard.group)
+    mine, saved = _orders(shard), json.loads(whole[key]["orders"])
     if other := [name for name in sorted({*mine, *saved}) if mine.get(name) != saved.get(name)]:
         raise ConfigError(
             f"the checkpoint has the elements of {', '.join(other[:8])} in another order than this module: its memory "
             "format was another one. Call to(memory_format=...) before replicate(), as it was when it was saved, or "
             "save and load full_state_dict(optimizer)."
         )
+    _take_groups(shard, json.loads(whole[key]["param_groups"]))
+    shard.hold({
+        place[name]: {slot: value.part if isinstance(value, StatePart) else value for slot, value in each.items()}
+        for name, each in state.items()
+    })  # fmt: skip
+    update.has_another_state()
 
 
-def _take_groups(
-    optimizer: torch.optim.Optimizer, mine: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]
-) -> None:
-    if [group["params"] for group in mine] != [group["params"] for group in given]:
+def _shard_of(optimizer: torch.optim.Optimizer) -> tuple[Update, Shard]:
+    update = known(optimizer)
+    if update is None or not isinstance(update.part, Shard):
+        raise ConfigError(
+            f"this {type(optimizer).__name__} is not sharded. Use its state_dict() and load_state_dict(), or "
+            "in_backward(..., shard=True) before."
+        )
+    return update, update.part
+
+
+def _groups(shard: Shard) -> list[dict[str, Any]]:
+    """Options of the groups, as plain values, and the names of their parameters."""
+    name_of = {id(parameter): name for parameter, name in zip(shard.parameters, shard.names, strict=True)}
+    return [
+        {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        | {"params": [name_of[id(each)] for each in group["params"] if id(each) in name_of]}
+        for group in shard.setup.optimizer.param_groups
+    ]
+
+
+def _take_groups(shard: Shard, given: list[dict[str, Any]]) -> None:
+    if [group["params"] for group in _groups(shard)] != [group["params"] for group in given]:
         raise ConfigError(
             "the checkpoint's parameter groups hold other parameters than this optimizer's. Make its groups as they "
             f"were: {[list(group['params'])[:4] for group in given]}."
         )
-    for group, saved in zip(optimizer.param_groups, given, strict=True):
+    for group, saved in zip(shard.setup.optimizer.param_groups, given, strict=True):
         for name, value in saved.items():
-            if name == "params":
-                continue
             if isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(value)
-            else:
+            elif name != "params":
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def _entries(stored: Mapping[str, Any], prefix: str) -> dict[str, TensorStorageMetadata]:
-    """What was saved of one parameter; names of others may begin with its name."""
-    return {
-        name.removeprefix(prefix): what
-        for name, what in stored.items()
-        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
-    }
+def _orders(shard: Shard) -> dict[str, list[int]]:
+    """The strides of parameters that are cut and do not lie row by row, by name."""
+    parameters = {shard.names[index]: shard.parameters[index] for index in shard.covered}
+    return {name: list(each.stride()) for name, each in parameters.items() if not each.is_contiguous()}
 
 
-def _room_for(sharded: Sharded, index: int, entries: Mapping[str, TensorStorageMetadata]) -> State:
-    """Tensors without values yet for this rank's part of a parameter's state."""
-    parameter, piece, state = sharded.parameters[index], sharded.pieces[index], dict[str, Any]()
-    for key, what in entries.items():
-        dtype = what.properties.dtype
-        if len(what.size) == 0:
-            state[key] = torch.empty((), dtype=dtype)
-        elif tuple(what.size) != (parameter.numel(),):
-            raise ConfigError(
-                f"the checkpoint has {key} of {sharded.names[index]} for {tuple(what.size)} elements, the parameter "
-                f"has {parameter.numel()}. Load what was saved with this model."
-            )
-        else:
-            part = torch.empty(piece.numel, dtype=dtype, device=parameter.device)
-            state[key] = StatePart.of(part, piece.start, parameter.numel())
-    return state
+def _room_for(shard: Shard, index: int, slot: str, what: Any) -> torch.Tensor:
+    """A tensor without values yet for this rank's part of an entry of a parameter's state."""
+    parameter, piece, dtype = shard.parameters[index], shard.pieces[index], what.properties.dtype
+    if len(what.size) == 0:
+        return torch.empty((), dtype=dtype)
+    if tuple(what.size) != (parameter.numel(),):
+        raise ConfigError(
+            f"the checkpoint has {slot} of {shard.names[index]} for {tuple(what.size)} elements, the parameter has "
+            f"{parameter.numel()}. Load what was saved with this model."
+        )
+    return StatePart.of(torch.empty(piece.numel, dtype=dtype, device=parameter.device), piece.start, parameter.numel())
 
 
 class StatePart(StandIn):
@@ -237,12 +208,9 @@ class StatePart(StandIn):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.part)
-        return [
-            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
-                      tensor_data=TensorWriteData(chunk, properties, self.size()))
-            for chunk in self.__create_chunk_list__()
-        ]  # fmt: skip
+        (chunk,), properties = self.__create_chunk_list__(), TensorProperties.create_from_tensor(self.part)
+        data = TensorWriteData(chunk, properties, self.size())
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.part

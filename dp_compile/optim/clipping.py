@@ -14,7 +14,7 @@ from dp_compile._torch import dtensors
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.owners import owners
 from dp_compile.errors import ConfigError
-from dp_compile.optim.in_backward import InBackward
+from dp_compile.optim.update import Update
 
 
 @torch.no_grad()
@@ -25,11 +25,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, for parameters of which some may be DTensors beside plain ones.
+    """As `torch.nn.utils.clip_grad_norm_`, for plain parameters and DTensors together.
 
-    torch's function takes DTensors of one mesh, and nothing beside them. Here what is sharded over a mesh is added up
-    over it, what is replicated counts once, and the norm that comes back is a plain tensor, the same on every rank.
-    Call it on all ranks of the mesh, behind the backward. Without DTensors it is torch's function.
+    torch's function takes DTensors of one mesh, and no others. Here what is sharded over a mesh is added up over it,
+    what is replicated counts once, and the norm is a plain tensor, the same on every rank. Call it on all ranks of the
+    mesh, after the backward. Without DTensors it is torch's function.
 
     Args:
         parameters: one, or several, whose gradients are clipped in place.
@@ -49,7 +49,7 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for found in filter(None, map(owners.find, given)):
         for updates in found[0].after.updates:
-            if isinstance(updates, InBackward):
+            if isinstance(updates, Update):
                 updates.check_clipping(found[1])
     if not any(dtensors.is_dtensor(each.grad) for each in given):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -1,166 +1,43 @@
-"""Updates that a backward has left: kept until their gradients arrive, done before anybody reads the parameters.
+"""`Deferred`: work of a backward that the next forward waits for.
 
-Readers wait (`docs/optimizers.md` lists them): a forward in one graph of the backend `dp_compile` by an op before each
-first read; any other forward, methods of the module that hand out parameters, calls of its parts, the next backward and
-the optimizer's `state_dict()` for everything.
-
-A forward of another backend is refused where it is traced. Code that reads a parameter past all of these calls
-`synchronize()` before.
+A `Pending` is an update whose gradients are being reduced, or an all-gather of updated parameters (`shard.py`). While
+it is in flight, `passes/crossing.in_flight` has it by the address of each of its parameters; a reader of one of these
+calls its `arrive()` before (`readers.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.events import NO_LISTENERS, UPDATE, WAIT, Listeners, listeners_of
-from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
-from dp_compile.engine.replica import Replica, Revision
-from dp_compile.errors import ConfigError, ReductionError
-from dp_compile.optim.partial_steps import PartialSteps, options_of
-from dp_compile.passes.crossing import PART_STARTS, START, in_flight
+from dp_compile.engine.plan_sync import is_of_other_ranks
+from dp_compile.engine.replica import Replica
+from dp_compile.errors import ReductionError
+from dp_compile.optim.partial_steps import options_of
+from dp_compile.optim.readers import put_hooks, take_hooks_off
+from dp_compile.optim.setup import Setup
+from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, Bucket, Layout
-from dp_compile.plan.cost import nominal_cost
-from dp_compile.plan.crossing import plan_crossing
-from dp_compile.plan.planner import Planned
-from dp_compile.replication.module import Installed, behind, replica_of
+from dp_compile.plan.buckets import Bucket
 
-BACKEND: Final = "dp_compile"
 _lock = threading.RLock()
-
-
-def synchronize(model: nn.Module) -> None:
-    """Do now what an optimizer with `overlap_forward=True` has left for the next forward.
-
-    Raises:
-        ModuleError: the module is not replicated.
-    """
-    replica_of(model).arrive()
-
-
-class Deferred:
-    """What one optimizer has in flight of one module.
-
-    Args:
-        replica: the module.
-        optimizer: held only as long as something is in flight.
-        steps: its steps over some parameters.
-    """
-
-    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, steps: PartialSteps) -> None:
-        self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
-        self._options: tuple[dict[str, Any], ...] = ()
-        self._left: list[Pending] = []
-        self.last = DeferredWork()
-        """What the last backward did not wait for."""
-        self.failed = ""
-        """Why an update was not done, or not all of it: the model is of no step."""
-        self._stays = False
-        """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
-
-    def begin(self) -> None:
-        """A backward begins: what nobody has read is done, and steps are as the optimizer's options are now."""
-        self.arrive()
-        optimizer = self._optimizer()
-        self._options = () if optimizer is None else options_of(optimizer)
-
-    def leave(
-        self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
-    ) -> None:
-        """Keep what is on its way, and what it updates."""
-        replica, optimizer = self._replica(), self._optimizer()
-        assert replica is not None
-        assert optimizer is not None
-        on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
-        left = PendingUpdate(
-            deferred=self, replica=replica, indices=tuple(indices), buckets=tuple(number for number, _ in buckets),
-            told=listeners_of(replica), optimizer=optimizer, steps=self._steps, options=self._options,
-            on_its_way=on_its_way,
-        )  # fmt: skip
-        if replica.rehearses:
-            left.drop()
-        else:
-            self.keep(left)
-
-    def keep(self, left: Pending) -> None:
-        """Keep something until it arrives, or a reader waits for it."""
-        self._left.append(left)
-
-    def ended(self) -> None:
-        """The backward has ended: from here on others may read."""
-        self.last = DeferredWork(
-            len(self._left),
-            tuple(sorted({number for left in self._left for number in left.buckets})),
-            sum(left.nbytes for left in self._left),
-            frozenset(index for left in self._left for index in left.indices),
-        )
-        for left in self._left:
-            left.depart()
-        if self._left and (root := self._left[0].replica.outline.root()) is not None:
-            _put_hooks(root, self._left[0].replica)
-
-    def forward_runs(self, *, whole: bool) -> None:
-        self._stays = whole
-
-    def step_ended(self) -> None:
-        """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
-        self.last = replace(self.last, stayed=self._stays)
-        if not self._stays:
-            self.arrive()
-        self._stays = False  # Each forward says it anew: one that breaks before its first graph says nothing.
-
-    @property
-    def has_in_flight(self) -> bool:
-        return any(not each.is_over for each in self._left)
-
-    def arrive(self) -> None:
-        """Let nothing be in flight."""
-        left, self._left = self._left, []
-        try:
-            for each in left:
-                each.arrive()
-        except BaseException:
-            if not self.failed:  # nothing was written: the next read tries again
-                self._left = [each for each in left if not each.is_over]
-                raise
-            for each in left:
-                with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: said once, by name
-                    each.drop()
-            raise
-
-    def release(self) -> None:
-        """The module is not replicated any more: it is left as it was."""
-        self.arrive()
-        replica = self._replica()
-        root = None if replica is None else replica.outline.root()
-        if root is not None:
-            _take_hooks_off(root)
-
-    def drop(self) -> None:
-        """Wait for what is in flight, and update nothing: the backward has failed."""
-        left, self._left = self._left, []
-        for each in left:
-            each.drop()
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredWork:
     """What one backward did not wait for.
 
-    `updates`: how many. `buckets`: their numbers in the plan. `nbytes`: of what was on its way. `indices`: of the
-    parameters. `stayed`: it was so behind `step()` too; `None`: there was none yet.
+    `updates`: how many. `buckets`: their numbers in the plan. `nbytes`: in flight. `indices`: of the parameters.
+    `stayed`: it was so after `step()` too; `None`: there was none yet.
     """
 
     updates: int = 0
@@ -170,33 +47,124 @@ class DeferredWork:
     stayed: bool | None = None
 
 
+class Deferred:
+    """What one optimizer has in flight of one module."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._options: tuple[dict[str, Any], ...] = ()
+        self._pending: list[Pending] = []
+        self.last = DeferredWork()
+        self.failed = ""
+        """Why an update was done in part, or not at all."""
+        self._stays = False
+        """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
+
+    def begin(self) -> None:
+        """A backward begins: nothing stays in flight, and its updates use the options that the optimizer has now."""
+        self.arrive()
+        self._options = options_of(self._setup.optimizer) if self._setup.is_alive else ()
+
+    def leave(
+        self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
+    ) -> None:
+        """Keep launched reductions, and which parameters they update."""
+        setup = self._setup
+        pending = PendingUpdate(
+            deferred=self, replica=setup.replica, indices=tuple(indices), buckets=tuple(each[0] for each in buckets),
+            told=listeners_of(setup.replica), setup=setup, optimizer=setup.optimizer, options=self._options,
+            launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
+        )  # fmt: skip
+        if setup.replica.rehearses:
+            pending.drop()
+        else:
+            self.enqueue(pending)
+
+    def enqueue(self, pending: Pending) -> None:
+        self._pending.append(pending)
+
+    def ended(self) -> None:
+        """The backward has ended: from here on others may read."""
+        pending = self._pending
+        self.last = DeferredWork(
+            len(pending),
+            tuple(sorted({number for each in pending for number in each.buckets})),
+            sum(each.nbytes for each in pending),
+            frozenset(index for each in pending for index in each.indices),
+        )
+        for each in pending:
+            each.register()
+        if pending and (root := self._setup.replica.outline.root()) is not None:
+            put_hooks(root, self._setup.replica)
+
+    def forward_runs(self, *, whole: bool) -> None:
+        self._stays = whole
+
+    def step_ended(self) -> None:
+        """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
+        self.last = replace(self.last, stayed=self._stays)
+        if not self._stays:
+            self.arrive()
+        self._stays = False  # Each forward sets it: one that breaks before its first graph does not.
+
+    @property
+    def has_in_flight(self) -> bool:
+        return any(not each.is_over for each in self._pending)
+
+    def arrive(self) -> None:
+        """Let nothing be in flight."""
+        pending, self._pending = self._pending, []
+        try:
+            for each in pending:
+                each.arrive()
+        except BaseException:
+            if not self.failed:  # nothing was written: the next read tries again
+                self._pending = [each for each in pending if not each.is_over]
+                raise
+            for each in pending:
+                with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: named once
+                    each.drop()
+            raise
+
+    def release(self) -> None:
+        """The module is not replicated any more: it is left as it was."""
+        self.arrive()
+        replica = self._setup.replica_if_alive
+        if replica is not None and (root := replica.outline.root()) is not None:
+            take_hooks_off(root)
+
+    def drop(self) -> None:
+        """Wait for what is in flight, and update nothing: the backward has failed."""
+        pending, self._pending = self._pending, []
+        for each in pending:
+            each.drop()
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Pending(ABC):
-    """What a backward has left of some parameters. Holds them as long as that is so.
+    """Work on some parameters that is in flight. Keeps them alive as long as that is so.
 
-    `indices`: of the parameters. `buckets`: by their numbers in the plan, those that it is of. `told`: who hears of the
-    backward.
+    `indices`: of the parameters. `buckets`: by their numbers in the plan. `told`: listeners of the backward.
+    `addresses` of its parameters, and `versions`: where each lay and how often it had been written to, at `register`.
     """
 
-    deferred: Deferred
+    deferred: Deferred | None
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
     told: Listeners = NO_LISTENERS
     addresses: tuple[int, ...] = ()
-    """Of its parameters, when it was left."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Where each of them lay then, and how often it had been written to."""
     is_over: bool = False
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Of what is on its way."""
+        """Of what is in flight."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Let nothing be on its way."""
+        """Wait for its collectives."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -210,14 +178,18 @@ class Pending(ABC):
         """Equal as long as nothing of what `finish` writes to has changed; `None`: it cannot be tried twice."""
         return None
 
-    def _fly(self) -> None:
-        self.is_over = False
-        in_flight.update(dict.fromkeys(self.addresses, self))
-
-    def depart(self) -> None:
+    def register(self) -> None:
         self.addresses = tuple(parameter.data_ptr() for parameter in self.parameters if parameter.numel())
-        self._fly()
+        self._set_over(over=False)
         self.versions = self._versions_now()
+
+    def _set_over(self, *, over: bool) -> None:
+        self.is_over = over
+        for address in self.addresses:
+            if over:
+                in_flight.pop(address, None)
+            else:
+                in_flight[address] = self
 
     def _versions_now(self) -> tuple[tuple[int, int], ...]:
         return tuple((parameter.data_ptr(), autograd.version_of(parameter)) for parameter in self.parameters)
@@ -226,7 +198,7 @@ class Pending(ABC):
         with _lock:
             if self.is_over:
                 return
-            self._land()
+            self._set_over(over=True)
             before = None
             try:
                 self._check_not_written()
@@ -234,33 +206,28 @@ class Pending(ABC):
                 self._finish()
             except BaseException as error:
                 if before is not None and before == self.written_to() and not is_of_other_ranks(error):
-                    self._fly()
+                    self._set_over(over=False)
                     raise
-                names = self.replica.name_list(self.indices)
-                self.deferred.failed = self.deferred.failed or (
+                names, deferred = self.replica.name_list(self.indices), self.deferred
+                assert deferred is not None
+                deferred.failed = deferred.failed or (
                     f"the update of {names} failed ({type(error).__name__}), which was left for the next forward. "
-                    "The model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
-                    "this state."
+                    "Parameters are partially updated: load a checkpoint, with optimizer.load_state_dict() too, which "
+                    "ends this state."
                 )
                 raise
 
     def drop(self) -> None:
         with _lock:
             if not self.is_over:
-                self._land()
+                self._set_over(over=True)
                 self.wait()
-
-    def _land(self) -> None:
-        """Nobody comes for it any more."""
-        self.is_over = True
-        for address in self.addresses:
-            in_flight.pop(address, None)
 
     def _check_not_written(self) -> None:
         """What was written would be lost, or get an update on top that belongs to what was there before.
 
         Raises:
-            ReductionError: somebody has written to parameters.
+            ReductionError: parameters were written to.
         """
         pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
         written = [index for index, before, now in pairs if before != now]
@@ -272,8 +239,8 @@ class Pending(ABC):
 
     def _finish(self) -> None:
         numbers = " and ".join(map(str, self.buckets))
-        # The first read may be in inference mode; what the optimizer remembers must not be of that. Or in Dynamo, which
-        # looks at the module's buffers while it traces; under a mode of fake tensors; or in a transform of torch.func.
+        # The first read may be in inference mode, which the optimizer's state must not be of; or in Dynamo, which looks
+        # at the module's buffers while it traces; under a mode of fake tensors; or in a transform of torch.func.
         with (
             compiler.not_compiling(),
             autograd.as_outermost_code(),
@@ -287,17 +254,19 @@ class Pending(ABC):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingUpdate(Pending):
-    """An update whose gradients are on their way."""
+    """An update whose gradients are being reduced.
 
+    `optimizer`: kept alive. `launched`: buckets with their numbers in the plan, and the tensor each was launched with.
+    """
+
+    setup: Setup
     optimizer: torch.optim.Optimizer
-    steps: PartialSteps
     options: tuple[dict[str, Any], ...]
-    on_its_way: tuple[tuple[int, Bucket, torch.Tensor], ...]
-    """Buckets with their numbers in the plan, and what each was launched with."""
+    launched: tuple[tuple[int, Bucket, torch.Tensor], ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(launched.nbytes for _, _, launched in self.on_its_way)
+        return sum(tensor.nbytes for _, _, tensor in self.launched)
 
     def written_to(self) -> object:
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
@@ -305,15 +274,15 @@ class PendingUpdate(Pending):
         return self._versions_now(), [(id(each), autograd.version_of(each)) for each in tensors]
 
     def wait(self) -> None:
-        for _, _, launched in self.on_its_way:
-            torch.ops._c10d_functional.wait_tensor.default(launched)
+        for _, _, tensor in self.launched:
+            torch.ops._c10d_functional.wait_tensor.default(tensor)
 
     def finish(self) -> None:
         parameters, gradients = self.parameters, self._reduced()
         kept = [parameter.grad for parameter in parameters]
         with (
             self.told.during(UPDATE),
-            self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
+            self.setup.steps.only(self.optimizer, parameters, options=self.options),
         ):
             for index, parameter in zip(self.indices, parameters, strict=True):
                 parameter.grad = gradients[index]
@@ -324,7 +293,7 @@ class PendingUpdate(Pending):
     def _reduced(self) -> dict[int, torch.Tensor]:
         """The gradients by index in the module, once they are here."""
         gradients: dict[int, torch.Tensor] = {}
-        for number, bucket, launched in self.on_its_way:
+        for number, bucket, launched in self.launched:
             with self.told.during(WAIT, number):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
@@ -333,204 +302,3 @@ class PendingUpdate(Pending):
             for member, place in zip(bucket.members, bucket.places, strict=True):
                 gradients[member.gradient.index] = view_of(member, tensor, place.offset)
         return gradients
-
-
-# --- who reads --------------------------------------------------------------------------------------------------------
-
-
-def _arrive_at(module: nn.Module) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        if not _code_waits():
-            _arrive_between_graphs(module)
-    elif in_flight:
-        replica_of(module).arrive()
-
-
-@compiler.constant
-def _code_waits() -> bool:
-    """Run while Dynamo traces: whether code of the backend that it traces for waits for what it reads."""
-    return compiler.traces_for(BACKEND)
-
-
-@compiler.untraced("updates of parameters are waited for")
-def _arrive_between_graphs(module: nn.Module) -> None:
-    replica_of(module).arrive()
-
-
-class _Reads(nn.Module):
-    """What a module does while updates of it may be in flight: whatever hands out its parameters waits for them."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        _arrive_at(self)
-        return super().named_parameters(*args, **kwargs)
-
-    def synchronize(self) -> None:
-        """Do now what the optimizer has left for the next forward."""
-        _arrive_at(self)
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        _arrive_at(self)
-        return super().get_parameter(target)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """What any module around this one goes through to find its parameters."""
-        _arrive_at(self)
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
-
-    def apply(self, fn: Any) -> Any:
-        _arrive_at(self)
-        return super().apply(fn)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        _arrive_at(self)
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _arrive_at(self)
-        _take_hooks_off(self)  # A pickle that has them asks for this package. The next forward brings them back.
-        return super().__reduce_ex__(protocol)
-
-
-_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
-
-
-def watch(model: nn.Module, deferred: Deferred) -> None:
-    """Let whatever reads parameters of a replicated module wait for them. When the module goes, nothing waits any more.
-
-    Code that was compiled of its parts until now does not wait, and torch does not look at hooks when it asks whether
-    code still fits (`skip_nnmodule_hook_guards`, torch 2.13): all code is forgotten. The module's class becomes another
-    one.
-    """
-    root = behind(model)
-    kind = type(root)
-    weakref.finalize(root, deferred.arrive).atexit = False
-    compiler.forget_compiled()
-    if issubclass(kind, _Reads):
-        return
-    found = _classes.get(kind)
-    if found is None:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": _forward_of(kind)}
-        found = _classes[kind] = type(kind.__name__, (_Reads, kind), body)
-    root.__class__ = found
-    _put_hooks(root, replica_of(root))
-
-
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of a class, which waits for everything wherever it is not compiled itself.
-
-    In the forward and not in front of it: Dynamo compiles hooks by themselves, and may then leave the forward alone. It
-    was recompiled too often, say, or breaks before anything is computed.
-    """
-    plain = kind.forward
-
-    # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
-    @functools.wraps(plain, updated=())
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_other_backends()
-            START(self.training)
-        else:
-            _starts(self)
-        return plain(self, *args, **kwargs)
-
-    # Code of its own: how often it was compiled is counted for all that share it.
-    made: Any = forward
-    made.__code__ = made.__code__.replace(co_qualname=f"{kind.__qualname__}.forward")
-    return forward
-
-
-@compiler.untraced("updates of parameters are waited for")
-def _starts(module: nn.Module) -> None:
-    replica = replica_of(module)
-    _put_hooks(behind(module), replica)  # before its parts are compiled
-    replica.arrive()
-    for each in replica.after.updates:
-        if each.deferred is not None:
-            each.deferred.forward_runs(whole=True)  # the next one comes here too, or says what it is
-
-
-def plan_for(replica: Replica) -> None:
-    """Let buckets be launched in the order in which the next forward needs them, from now on; on every rank.
-
-    Raises:
-        DesyncError: another rank does not, or has made another plan.
-    """
-    if replica.strategy == "single":
-        return
-    group = replica.group
-    layout = Layout(ALIGNMENT_BYTES) if replica.strategy == "optimal" else None
-    cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
-    replica.revisions.for_next_forward = True
-    # When buckets are launched says little of when gradients are ready: launches wait for each other.
-    replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
-    as_it_is = Planned(replica.plan, replica.certificate)
-    planned = plan_crossing(as_it_is, replica.ready, cost, layout, lanes=group.backend.lanes)
-    said = {"the plan with overlap_forward": planned.plan.signature()}
-    agree_in_call(replica, said, "in_backward(overlap_forward=True)")
-    replica.adopt(planned, replica.ready)
-
-
-class _Waits(Installed):
-    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it.
-
-    Where the module is compiled its forward waits by itself, for less; a part's does not.
-    """
-
-    def __init__(self, replica: Replica, *, of_part: bool) -> None:
-        self._replica, self._of_part = weakref.ref(replica), of_part
-
-    def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_other_backends()
-            if self._of_part:  # Dynamo may compile this by itself, and leave the part alone (torch's own, as `Linear`)
-                PART_STARTS()
-        elif in_flight:
-            self._arrive()
-
-    @compiler.untraced("updates of parameters are waited for")
-    def _arrive(self) -> None:
-        replica = self._replica()
-        if replica is not None:
-            replica.arrive()
-
-
-@compiler.constant
-def _refuse_other_backends() -> bool:
-    """Run while Dynamo traces.
-
-    Raises:
-        ConfigError: what it traces is for a backend that does not let the code wait.
-    """
-    if not compiler.traces_for(BACKEND):
-        raise ConfigError(
-            "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read "
-            f"parameters before they are updated. Use torch.compile(model, backend={BACKEND!r})."
-        )
-    return True
-
-
-_KEY: Final = -1
-"""Not one of torch's keys, which count up from 0: the hook is there once, and in front of all."""
-
-
-def _put_hooks(root: nn.Module, replica: Replica) -> None:
-    if _KEY in root._forward_pre_hooks:
-        return
-    for hooks in _hooks_of(root):
-        # Not `move_to_end`: guards of torch 2.11 number hooks by `dict.keys`, for which the first one stays the first.
-        others = list(hooks.items())
-        hooks.clear()
-        hooks[_KEY] = _Waits(replica, of_part=hooks is not root._forward_pre_hooks)
-        hooks.update(others)
-
-
-def _take_hooks_off(root: nn.Module) -> None:
-    for hooks in _hooks_of(root):
-        hooks.pop(_KEY, None)
-
-
-def _hooks_of(root: nn.Module) -> Iterator[OrderedDict[int, Any]]:
-    for _, module in nn.Module.named_modules(root):  # `root.modules()` waits
-        for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
-            yield getattr(module, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -26,7 +26,7 @@ def compile_forward(
     """What Dynamo calls with each graph. Compiles as the backend `inductor` does, or as the module's `config` says.
 
     Modules without an optimizer that overlaps the forward (`in_backward(..., overlap_forward=True)`) get the code that
-    they would get from `inductor`, behind a look at whether anything is in flight.
+    they would get from `inductor`, after a check whether anything is in flight.
 
     Args:
         graph_module: the graph, its parameters among the inputs.
@@ -37,50 +37,55 @@ def compile_forward(
     Raises:
         ConfigError: such an optimizer is there, and so are CUDA graphs, which would replay the forward without waiting.
     """
-    crossing = [(position, found) for position, each in enumerate(inputs) if (found := _crossing_replica_of(each))]
+    parameters = {position: each for position, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
+    crossing = {position: found for position, each in parameters.items() if (found := _deferring_replica_of(each))}
     settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
     broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
     starts_here, part_starts = take_starts_out(graph_module)
-    breaks = broken is None or broken.graph_break
-    if starts_here or part_starts:
-        if not any(node.op.startswith("call_") for node in graph_module.graph.nodes):
-            return _waiting_for_all(graph_module.forward, starts_here=starts_here)
+    starts, breaks = starts_here or part_starts, broken is None or broken.graph_break
+    if starts and not any(node.op.startswith("call_") for node in graph_module.graph.nodes):
+        return _waiting_for_all(graph_module.forward, starts_here=starts_here)
     if not crossing:
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, None, settings)
-        if breaks and (starts_here or part_starts):
+        if starts and breaks:
             return _waiting_for_all(compiled, starts_here=starts_here)
-        positions = tuple(position for position, each in enumerate(inputs) if isinstance(each, nn.Parameter))
-        return _waiting_for_its_own(compiled, positions) if positions else compiled
+        return _waiting_for_its_own(compiled, tuple(parameters)) if parameters else compiled
     if inductor.uses_cuda_graphs(settings):
         raise ConfigError(
             "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) replay a forward without "
             "waiting for updates. Leave them out, or overlap_forward=True."
         )
-    waits = inductor.Keyed(ArriveBeforeUse(tuple(position for position, _ in crossing), len(inputs)))
-    if crossing[0][1].config.backend == "aot_eager":
+    waits = inductor.Keyed(ArriveBeforeUse(tuple(crossing), len(inputs)))
+    first = {replica: position for position, replica in reversed(crossing.items())}
+    if next(iter(crossing.values())).config.backend == "aot_eager":
         compiled = inductor.compile_forward_with_aot_eager(graph_module, inputs, waits)
     else:
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, waits, settings)
-    first = {replica: position for position, replica in reversed(crossing)}
     if breaks:
         for replica in first:
-            replica.arrive()  # what is between the graphs may read what it likes, now too
-    return _noting(compiled, tuple(first.values()), breaks=breaks, starts_here=starts_here)
+            replica.arrive()  # code between the graphs may read any parameter, now too
+    return _waiting_by_itself(compiled, tuple(first.values()), breaks=breaks, starts_here=starts_here)
 
 
-def _crossing_replica_of(value: Any) -> Replica | None:
-    found = owners.find(value) if isinstance(value, nn.Parameter) else None
+def _deferring_replica_of(parameter: nn.Parameter) -> Replica | None:
+    found = owners.find(parameter)
     return found[0] if found is not None and any(each.deferred for each in found[0].after.updates) else None
 
 
+def _note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
+    for replica in replicas:
+        for each in replica.after.updates:
+            if each.deferred is not None:
+                each.deferred.forward_runs(whole=whole)
+
+
 def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Callable[..., Any]:
-    """Code with which a forward starts that is in pieces, without parameters: what comes behind it may read any."""
+    """Code without parameters with which a forward in pieces starts: the pieces after it may read any."""
 
     def run(*args: Any) -> Any:
         for each in set(in_flight.values()):
             each.arrive()
-        for replica in owners if starts_here else ():
-            _say(replica, whole=False)
+        _note_forward(owners if starts_here else (), whole=False)
         return compiled(*args)
 
     return run
@@ -89,8 +94,8 @@ def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Call
 def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ...]) -> Callable[..., Any]:
     """Code that does not wait by itself, as nothing of its module crosses a step.
 
-    Dynamo may run it for another module of the class: a part is told from others by its hooks, and those it does not
-    look at (`skip_nnmodule_hook_guards`, torch 2.13).
+    Dynamo may run it for another module of the class: it distinguishes parts by their hooks, but not by those that it
+    does not look at (`skip_nnmodule_hook_guards`, torch 2.13).
     """
 
     def run(*args: Any) -> Any:
@@ -101,22 +106,16 @@ def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ..
     return run
 
 
-def _say(replica: Replica, *, whole: bool) -> None:
-    for each in replica.after.updates:
-        if each.deferred is not None:
-            each.deferred.forward_runs(whole=whole)
-
-
-def _noting(
+def _waiting_by_itself(
     compiled: Callable[..., Any], parameters: Sequence[int], *, breaks: bool, starts_here: bool
 ) -> Callable[..., Any]:
-    """Code of a forward that says of itself when it runs.
+    """Code that waits for each parameter that it reads.
 
     Args:
         compiled: the code.
         parameters: the position of one parameter of each module among its inputs. Modules of one class share code.
-        breaks: what is behind it is not compiled, and may read anything.
-        starts_here: the forward starts with it. What is a part of a forward says nothing of all of it.
+        breaks: what follows it is not compiled, and may read anything.
+        starts_here: the forward starts with it. A part of a forward does not show whether all of it is one graph.
     """
 
     def run(*args: Any) -> Any:
@@ -125,9 +124,9 @@ def _noting(
             for replica in replicas:
                 if breaks:
                     replica.arrive()
-                if breaks or starts_here:
-                    _say(replica, whole=not breaks)
                 stack.enter_context(listeners_of(replica).during(FORWARD))
+            if breaks or starts_here:
+                _note_forward(replicas, whole=not breaks)
             result = compiled(*args)
         for replica in replicas if starts_here else ():
             replica.arrive()  # what it has not read: the loss may, which has the weight of the head

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -37,75 +37,60 @@ def check_kind(optimizer: Any) -> None:
         raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Use it as it is.")
 
 
-class _Chosen(NamedTuple):
-    """Some parameters of each group, and the lists that they were found in, with their lengths."""
-
-    every: tuple[list[nn.Parameter], ...]
-    lengths: tuple[int, ...]
-    some: list[list[nn.Parameter]]
-
-    def fits(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the groups are still those: one may have been added, also while an update is in flight."""
-        return len(groups) == len(self.every) and all(
-            group["params"] is every and len(every) == length
-            for group, every, length in zip(groups, self.every, self.lengths, strict=True)
-        )
-
-
 class PartialSteps:
-    """Of one optimizer, for several choices of parameters."""
+    """Steps of one optimizer over some of its parameters."""
 
     def __init__(self) -> None:
-        self._chosen: dict[Hashable, _Chosen] = {}
+        self._groups: list[tuple[int, int]] = []
+        self._group_of: dict[int, int] = {}
 
-    def forget(self) -> None:
-        """The optimizer's groups hold other parameters now."""
-        self._chosen = {}
+    def _find_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """A group may have been added, also while an update is in flight."""
+        now = [(id(group["params"]), len(group["params"])) for group in groups]
+        if now != self._groups:
+            self._groups = now
+            self._group_of = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
 
     @contextlib.contextmanager
     def only(
         self,
         optimizer: torch.optim.Optimizer,
-        choice: Hashable,
         parameters: Sequence[nn.Parameter],
+        given: Sequence[nn.Parameter] | None = None,
         *,
-        keep_gradients: bool = False,
         options: Sequence[dict[str, Any]] = (),
     ) -> Iterator[None]:
-        """Inside, an optimizer has these parameters only, in their own groups; afterwards they have no gradient,
-        unless that is kept.
+        """Inside, an optimizer has these of its parameters only, in their own groups; afterwards they have no gradient.
 
         Args:
-            choice: the same for the same parameters.
-            options: what `options_of` said of the groups when the step was due; else they are as they are now.
+            parameters: of the optimizer.
+            given: what it has in their place, as pieces of them.
+            options: what `options_of` returned for the groups when the step was due; else they are as they are now.
 
         Raises:
             ReductionError: the step changed something of a group of which it had some parameters only.
         """
-        groups = optimizer.param_groups
-        before = [(group, dict(group)) for group in groups]
-        chosen = self._chosen.get(choice)
-        if chosen is None or not chosen.fits(groups):
-            mine = {id(parameter) for parameter in parameters}
-            every = tuple(group["params"] for group in groups)
-            kept = [[each for each in group if id(each) in mine] for group in every]
-            chosen = self._chosen[choice] = _Chosen(every, tuple(map(len, every)), kept)
+        groups, given = optimizer.param_groups, parameters if given is None else given
+        self._find_groups(groups)
+        now, chosen = [dict(group) for group in groups], [list[nn.Parameter]() for _ in groups]
+        for parameter, each in zip(parameters, given, strict=True):
+            chosen[self._group_of[id(parameter)]].append(each)
         try:
-            for group, then in zip(groups, options, strict=False):  # later groups came later
+            for group, then in zip(groups, options, strict=False):  # groups that were added later have none
                 group.update(then)
-            for group, some in zip(groups, chosen.some, strict=True):
+            for group, some in zip(groups, chosen, strict=True):
                 group["params"] = some
             optimizer.param_groups = [group for group in groups if group["params"]]
-            given = [dict(group) for group in groups]
+            before = [dict(group) for group in groups]
             yield
-            noted = [_changes(then, group) for then, group in zip(given, groups, strict=True)]
+            noted = [_changes(then, group) for then, group in zip(before, groups, strict=True)]
         finally:
             optimizer.param_groups = groups
-            for group, now in before:
-                group.update(now)
-            for parameter in () if keep_gradients else parameters:
-                parameter.grad = None
-        for group, some, found in zip(groups, chosen.some, noted, strict=True):
+            for group, then in zip(groups, now, strict=True):
+                group.update(then)
+            for each in given:
+                each.grad = None
+        for group, some, found in zip(groups, chosen, noted, strict=True):
             if found and len(some) < sum(each.requires_grad for each in group["params"]):
                 raise ReductionError(
                     f"{type(optimizer).__name__}.step() changed {', '.join(map(repr, found))} of a parameter group, "
@@ -140,8 +125,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     )
 
 
-def said_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """The options of each group, to be compared later: a tensor stands there with how often it was written to."""
+def options_to_compare(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """The options of each group, to be compared later; of a tensor, how often it was written to."""
     return tuple(
         {name: (value, _writes(value)) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -149,7 +134,7 @@ def said_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
 
 
 def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> str:
-    """The first option that is not what `said_of` found, in words; what came later did not change."""
+    """The first option that is not what `options_to_compare` found, in words; what came later did not change."""
     for number, (then, group) in enumerate(zip(before, optimizer.param_groups, strict=False)):
         for name, (value, writes) in then.items():
             now = group.get(name)

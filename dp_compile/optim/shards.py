@@ -1,24 +1,42 @@
-"""The pieces into which an optimizer's parameters are cut over ranks, where the reduce-scatter cuts buckets.
+"""How parameters, and their state, are cut over ranks: where the reduce-scatter cuts buckets.
 
     bucket of 3 parameters      a a a a a a b b b . c c c c c c        . : padding
     ranks                       |---- 0 ----|---- 1 ----|-- ...
     pieces of rank 1            b[0:3] at 0, c[0:2] at 4
 
-Numbers only.
+A bucket ends where the plan says, so a parameter is not cut in equal chunks, and `Shard(0)` of `DTensor` has no layout
+for it. One over the flat bucket would tie a checkpoint to a plan, which another number of ranks does not have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.engine.gradients import dense_strides
+from dp_compile.errors import ConfigError
 from dp_compile.plan.buckets import BucketPlan
+
+State = dict[str, Any]
+"""Of one parameter, by the optimizer's own names."""
+
+States = Mapping[int, State]
+"""By a parameter's place in the module."""
+
+_OF_ALL_ELEMENTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
+"""One number for a parameter; every other tensor in the state of an element-wise optimizer has its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a parameter, in the order of its memory, that one rank looks after.
+    """Elements of a parameter, in the order of its memory, that one rank updates.
 
-    `index`: of the parameter; from element `start` up to `stop`; in the rank's part of `bucket` they lie at `offset`.
+    `index`: of the parameter; from element `start` up to `stop`; in the whole `bucket` they lie at `offset`.
     """
 
     index: int
@@ -33,7 +51,7 @@ class Piece:
 
 
 def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
-    """What a rank looks after, of the buckets of which each rank has a part. What lies between members is nobody's."""
+    """What a rank updates, of the buckets that are scattered. Padding between members belongs to no piece."""
     found: list[Piece] = []
     for number, bucket in enumerate(plan.buckets):
         if not bucket.key.reduction.is_scattered:
@@ -43,20 +61,6 @@ def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
         for member in bucket.members:
             offset = member.offset or 0
             start, stop = max(first, offset), min(last, offset + member.numel)
-            if start < stop:
-                found.append(Piece(member.gradient.index, start - offset, stop - offset, number, start - first))
-    return tuple(found)
-
-
-def pieces_of_others(plan: BucketPlan, number: int, rank: int) -> tuple[Piece, ...]:
-    """What all other ranks look after of a bucket of which each rank has a part; `offset`: in the whole bucket."""
-    first = rank * numel_of_part(plan, number)
-    last = first + numel_of_part(plan, number)
-    found: list[Piece] = []
-    for member in plan.buckets[number].members:
-        offset = member.offset or 0
-        end = offset + member.numel
-        for start, stop in ((offset, min(end, first)), (max(offset, last), end)):
             if start < stop:
                 found.append(Piece(member.gradient.index, start - offset, stop - offset, number, start))
     return tuple(found)
@@ -75,3 +79,69 @@ def layout_of(plan: BucketPlan) -> tuple[object, ...]:
         for number, bucket in enumerate(plan.buckets)
         if bucket.key.reduction.is_scattered
     )
+
+
+def is_cut(key: str, value: object) -> bool:
+    """Whether an entry of an optimizer's state has a value for each element."""
+    return key not in _OF_ALL_ELEMENTS and isinstance(value, torch.Tensor)
+
+
+def cut(state: State, parameter: nn.Parameter, piece: Piece) -> State:
+    """The state of a piece, in new memory.
+
+    Raises:
+        ConfigError: it is of a parameter of another shape.
+    """
+    found: State = {}
+    for key, value in state.items():
+        if is_cut(key, value):
+            if value.shape != parameter.shape:
+                raise ConfigError(
+                    f"the state that is loaded has {key} of shape {list(value.shape)} for a parameter of shape "
+                    f"{list(parameter.shape)}. Load what an optimizer over the same parameters has saved."
+                )
+            laid = torch.empty_strided(value.shape, dense_strides(parameter), dtype=value.dtype, device=value.device)
+            value = laid.copy_(value).as_strided((value.numel(),), (1,))[piece.start : piece.stop].to(parameter.device)
+        found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def gathered(
+    own: States,
+    pieces: Mapping[int, Piece],
+    parameters: Mapping[int, nn.Parameter],
+    group: dist.ProcessGroup,
+    to: int | None,
+) -> States:
+    """The whole of states of which each rank has pieces, on the CPU. Every rank of the group calls it.
+
+    Args:
+        own: of this rank's `pieces`.
+        parameters: all that may have state, by place in the module.
+        to: the only rank of the group that gets it; the others get nothing. `None`: all.
+    """
+    states: dict[int, State] = {}
+    # One parameter at a time: with NCCL what is sent is on the GPU, which has no room for all of the state.
+    for index, parameter in parameters.items():
+        mine = own.get(index, {})
+        start = pieces[index].start if mine else 0
+        sent = start, {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in mine.items()}
+        received = [sent] * group.size()
+        if to is None:
+            dist.all_gather_object(received, sent, group=group)
+        else:
+            dist.gather_object(sent, received if group.rank() == to else None, group=group, group_dst=to)
+        if to not in (None, group.rank()):
+            continue
+        state: State = {}
+        for first, part in received:
+            for key, value in part.items():
+                if is_cut(key, value):
+                    whole = torch.zeros(parameter.numel(), dtype=value.dtype)
+                    whole = state.setdefault(key, whole.as_strided(parameter.shape, dense_strides(parameter)))
+                    whole.as_strided((parameter.numel(),), (1,))[first : first + value.numel()] = value
+                else:
+                    state[key] = value
+        if state:
+            states[index] = state
+    return states

@@ -3,15 +3,14 @@
     backward                                            next forward
       all_reduce(bucket)                                  arrive([weights that are read first])
       leave_in_flight([bucket], ...)                      ... reads them
-      (nobody waits)                                      arrive([the next ones])
+                                                          arrive([the next ones])
 
-The first op hands what is on its way to an optimizer, which keeps it. The second one stands in front of whatever reads
-some parameters: it waits for what is in flight of these, and lets the optimizer update them. Both go by the memory of a
-parameter and by nothing else, so that code of a forward serves every plan, and every module of its class.
+The first op hands launched reductions to an optimizer, which keeps them. The second one stands in front of the first
+reader of some parameters: it waits for what is in flight of these, and lets the optimizer update them. Both go by the
+memory of a parameter and by nothing else, so that code of a forward serves every plan, and every module of its class.
 
-The second op writes to parameters, and nobody but Inductor's scheduler may know it: put into a graph in front of
-AOTAutograd such an op is silently wrong (torch 2.13: it makes copies of what is mutated). So both are put in when a
-graph is not taken apart any more.
+The second op writes to parameters, and only Inductor's scheduler may know it: put into a graph in front of AOTAutograd
+such an op is silently wrong (torch 2.13: it makes copies of what is mutated). So both are put into the final graph.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from dp_compile.plan.crossing import why_not_left
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
 _library.define("arrive(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
-_library.define("forward_starts(bool training) -> ()")
-_library.define("part_starts() -> ()")
+_library.define("forward_starts(bool training, bool of_part) -> ()")
 
 
 class InFlight(Protocol):
@@ -74,38 +72,30 @@ def _nothing(*_: object) -> None:
 _library.impl("leave_in_flight", _leave, "CompositeExplicitAutograd")
 _library.impl("arrive", arrive, "CompositeExplicitAutograd")
 _library.impl("forward_starts", _nothing, "CompositeExplicitAutograd")
-_library.impl("part_starts", _nothing, "CompositeExplicitAutograd")
-for _name in ("leave_in_flight", "arrive", "forward_starts", "part_starts"):
+for _name in ("leave_in_flight", "arrive", "forward_starts"):
     torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
 
 LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
 ARRIVE = has_side_effect(torch.ops.dp_compile.arrive.default)
 START = has_side_effect(torch.ops.dp_compile.forward_starts.default)
-"""Traced where a module's forward starts, for whoever compiles the graph: see `take_starts_out`. Takes the module's
+"""Traced where the forward of a module or of a part starts, for the backend: see `take_starts_out`. Takes the module's
 mode: a forward that breaks in evaluation, where Dynamo keeps of it only that it does, is another code in training."""
 
 
-PART_STARTS = has_side_effect(torch.ops.dp_compile.part_starts.default)
-"""The same of a part of a module, traced in a hook in front of it."""
-
-
 def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
-    """Whether the forwards of a module and of a part start in a graph of Dynamo's; what says so is taken out of it.
+    """Whether the forwards of a module and of a part start in a graph of Dynamo's; the ops are taken out of it.
 
     A part that is computed again in the backward starts in a graph inside (`torch.utils.checkpoint`), where torch
     refuses an op that has effects (2.13).
     """
-    found = {START: False, PART_STARTS: False}
+    of_part = set[bool]()
     for each in graph_module.modules():
         if isinstance(each, fx.GraphModule):
-            for op in found:
-                nodes = each.graph.find_nodes(op="call_function", target=op)
-                for node in nodes:
-                    each.graph.erase_node(node)
-                if nodes:
-                    found[op] = True
-                    each.recompile()
-    return found[START], found[PART_STARTS]
+            for node in each.graph.find_nodes(op="call_function", target=START):
+                of_part.add(bool(node.args[1]))
+                each.graph.erase_node(node)
+            each.recompile()
+    return False in of_part, True in of_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +118,7 @@ class LeaveReductions:
     def _leave(self, graph: fx.Graph, node: fx.Node, update: Update) -> None:
         between, waits = _back_to_waits(update.gradients)
         if any(user not in {*between, node} for each in (*between, *waits) for user in each.users):
-            return  # Somebody else reads what was reduced: flags, another optimizer, the gradient's owner.
+            return  # Other nodes read what was reduced: flags, another optimizer, the output of the graph.
         launched = {_bucket_of(wait, update.replica): wait.all_input_nodes[0] for wait in waits}
         numbers = sorted(number for number in launched if number is not None)
         buckets = self.plans[update.replica].buckets
@@ -171,7 +161,7 @@ class ArriveBeforeUse:
 
     Args:
         parameters: which inputs of the graph are parameters, by position among `inputs`.
-        inputs: how many inputs the graph has; with another number, nobody knows which of them are parameters.
+        inputs: how many inputs the graph has; with another number, it is not known which of them are parameters.
         most: into how many ops the parameters are divided, about: each costs 2 to 3 microseconds (torch 2.13, CPU).
     """
 
@@ -205,7 +195,7 @@ _PRODUCTS: Final = frozenset(
 
 
 def _last_product(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """What a wait is ordered behind: else Inductor puts every wait at the start, as nothing computed goes into it."""
+    """What a wait is ordered after: else Inductor puts every wait at the start, as nothing computed goes into it."""
     return next((node for node in reversed(nodes) if node.target in _PRODUCTS), None)
 
 

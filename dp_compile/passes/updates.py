@@ -2,12 +2,12 @@
 
     update_later([a, b], [reduced a, reduced b], ...)  ->  update_parameters([a, b, what lies in their memory], [...])
 
-Dynamo and AOTAutograd see the first, which changes nothing. Only when nobody takes the graph apart any more the pass
-puts the second in its place, which says that it writes: whatever in the graph reads the memory of a parameter then
-stands in front of it, for our own orders (`fx/edit.py`) and for Inductor's. An input that shares memory with a
-parameter, a saved transpose say, is written to as well: which ones do is known from the real inputs alone.
+Dynamo and AOTAutograd see the first, which changes nothing. Once the graph is final the pass puts the second in its
+place, which declares that it writes: all nodes that read the memory of a parameter then stand in front of it, for our
+own orders (`fx/edit.py`) and for Inductor's. An input that shares memory with a parameter, a saved transpose say, is
+written to as well: which ones do is known from the real inputs alone.
 
-The op runs the user's own optimizer on these parameters, so that a rank which updates them behind its backward comes to
+The op runs the user's own optimizer on these parameters, so that a rank which updates them after its backward comes to
 the same bits.
 """
 
@@ -39,7 +39,7 @@ class Leaves(Protocol):
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Keep reductions that have been launched, to update these parameters before somebody reads them.
+        """Keep reductions that have been launched, to update these parameters before they are read.
 
         `buckets`: with their numbers in the plan.
         """
@@ -57,7 +57,7 @@ class RunsUpdates(Protocol):
     ) -> None:
         """Update these parameters of its module now; `parameters` is what the graph has for them.
 
-        Where each rank gets a part of a bucket, that is the only gradient. No parameters: the backward does not have
+        Where each rank gets a part of a bucket, each gradient is that part. No parameters: the backward does not have
         all gradients of the bucket, or is not captured.
         """
 
@@ -128,7 +128,7 @@ def read_update(node: fx.Node) -> Update:
 
 @dataclass(frozen=True, slots=True)
 class PlaceUpdates:
-    """Put the updates into a graph, behind everything that reads the memory of their parameters.
+    """Put the updates into a graph, after everything that reads the memory of their parameters.
 
     Args:
         shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
@@ -150,7 +150,7 @@ class PlaceUpdates:
     def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
         """The parameters, then the other inputs that lie in their memory.
 
-        If the compiler has merged inputs nobody knows what they share: all of them count.
+        If the compiler has merged inputs it is not known what they share: all of them count.
         """
         inputs = graph.find_nodes(op="placeholder")
         others = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]

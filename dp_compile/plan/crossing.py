@@ -33,7 +33,7 @@ PARTS: Final = (4, 6, 8, 12, 16, 24, 32)
 """Into how many buckets of about one size gradients are divided, each tried."""
 
 SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
-"""How many times as long as believed the network may take, beside the backward."""
+"""How many times as long as believed the network may take, for the same backward."""
 
 
 def plan_crossing(

@@ -169,7 +169,7 @@ def lanes(backend: str) -> int:
         nccl_stand_in.use(backend)
     model = nn.Linear(64, 64)
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    crossing = sys.modules["dp_compile.optim.deferred"]
+    crossing = sys.modules["dp_compile.optim.in_backward"]
     with mock.patch.object(crossing, "plan_crossing", wraps=plan_crossing) as planner:
         dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters()), overlap_forward=True)
     dp_compile.unreplicate(model)

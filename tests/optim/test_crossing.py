@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -28,15 +26,12 @@ from on_ranks import on_ranks
 from parity import batch
 from poison import poisoned
 from torch import nn
-from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim.swa_utils import AveragedModel
 from twins import ADAMW, SGD, SMALL, Make, Net, Twins, id_of, twins, two_groups
 
 import dp_compile
 import dp_compile.plan.crossing
-from dp_compile._torch import inductor
 from dp_compile.averaging import PeriodicModelAverager
 from dp_compile.optim.deferred import Pending, PendingUpdate
 from dp_compile.passes.crossing import in_flight
@@ -49,7 +44,6 @@ OPTIMIZERS: dict[str, Make] = {
 }
 LEFT = 4
 """Buckets of `Tied`, without that of the flags."""
-BIG = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
 IN_PLACE = pytest.mark.skipif(
@@ -132,29 +126,21 @@ def train(build: Callable[[], nn.Module], name: str, config: dp_compile.Replicat
 
 HALF = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 CELLS: dict[str, tuple[str, dp_compile.ReplicateConfig, dict[str, Any], int]] = {
-    "sgd": ("sgd", SMALL, {}, LEFT),
-    "adamw": ("adamw", SMALL, {}, LEFT),
     "adamw with a tensor for its rate": ("adamw with a tensor for its rate", SMALL, {}, LEFT),
     "generated code": ("adamw", replace(SMALL, backend="inductor"), {}, LEFT),
-    "sharded": ("sgd", SMALL, {"shard": True}, LEFT),
     "sharded and clipped": ("adamw", SMALL, {"shard": True, "max_norm": 0.05}, LEFT),
-    "buckets of its own": ("adamw", BIG, {}, 1),
-    "bf16 on the wire": ("adamw", replace(SMALL, mp_policy=HALF), {}, 1),
-    "no passes": ("adamw", BIG, {"passes": ()}, 0),
+    "bf16 on the wire": ("sgd", replace(SMALL, mp_policy=HALF), {}, 1),
     "unused are found": ("adamw", SMALL, {"find_unused_parameters": True}, 1),
 }
-"""The optimizer, options, and at least how many buckets are in flight behind each step; 0: none."""
+"""The optimizer, options, and at least how many buckets are in flight after each step."""
 
 
-@pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=pytest.mark.nightly if cell == "no passes" else ()) for cell in CELLS]
-)
+@pytest.mark.parametrize("cell", CELLS)
 def test_the_same_bits_as_without(ranks: Ranks, cell: str) -> None:
-    """Two groups and a scheduler; every bucket but that of the flags is in flight behind each step."""
+    """Two groups and a scheduler; every bucket but that of the flags is in flight after each step."""
     name, config, options, least = CELLS[cell]
     for counts in ranks.run(partial(train, Tied, name, config, **options)):
         assert min(counts) == LEFT if least == LEFT else min(counts) >= least
-        assert max(counts) > 0 or least == 0
 
 
 @on_ranks("ranks2")
@@ -168,19 +154,6 @@ def test_what_is_read_first_goes_round_first() -> None:
 
 
 # --- whoever reads first ----------------------------------------------------------------------------------------------
-
-
-def averaged(model: nn.Module) -> list[torch.Tensor]:
-    found = AveragedModel(model)
-    found.update_parameters(model)
-    return [each.detach() for each in found.module.parameters()]
-
-
-def saved(model: nn.Module) -> list[torch.Tensor]:
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    return list(torch.load(file).values())
 
 
 def visited(model: nn.Module) -> list[torch.Tensor]:
@@ -201,14 +174,9 @@ def in_double(model: nn.Module) -> list[torch.Tensor]:
 
 READERS: dict[str, Callable[[Any, Any], Any]] = {
     "parameters": lambda model, run: [each.detach().clone() for each in model.parameters()],
-    "parameters of what is compiled": lambda model, run: [each.detach().clone() for each in run.parameters()],
     "synchronize": lambda model, run: (dp_compile.optim.synchronize(model), model.layers[1].weight.detach().clone())[1],
-    "state dict": lambda model, run: model.state_dict(),
     "state dict of a part": lambda model, run: model.layers[2].state_dict(),
-    "a file": lambda model, run: saved(model),
-    "a copy": lambda model, run: list(copy.deepcopy(model).state_dict().values()),
     "a pickle": lambda model, run: list(pickle.loads(pickle.dumps(model)).state_dict().values()),
-    "an average": lambda model, run: averaged(model),
     "one by its name": lambda model, run: model.get_parameter("layers.1.weight").detach().clone(),
     "every part": lambda model, run: visited(model),
     "another dtype": lambda model, run: in_double(model),
@@ -220,9 +188,6 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "the end of a join": lambda model, run: joined(model),
     "fake tensors": lambda model, run: beside_fake_tensors(model),
     "vmap": lambda model, run: torch.func.vmap(model)(batch(77)),
-    "hessian": lambda model, run: torch.func.hessian(lambda x: model(x).square().sum())(batch(77)),
-    "jvp of a part": lambda model, run: torch.func.jvp(model.layers[1], (batch(77),), (batch(78),)),
-    "grad of functional_call": lambda model, run: gradients_of_a_copy(model),
     "code of another backend": lambda model, run: torch.compile(penalty, backend="aot_eager")(model),
     "a graph that breaks": lambda model, run: torch.compile(Broken(model), backend="dp_compile")(batch(77)),
 }
@@ -246,16 +211,6 @@ def beside_fake_tensors(model: Any) -> torch.Tensor:
         list(model.parameters())
     result: torch.Tensor = model.layers[1].weight.detach().clone()
     return result
-
-
-def gradients_of_a_copy(model: Any) -> dict[str, torch.Tensor]:
-    """For parameters of its own; the module itself is read past its methods."""
-    values = {name: torch.ones_like(each) for name, each in HELD[model].items()}
-    return torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch(77),)).sum())(values)
-
-
-HELD: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = weakref.WeakKeyDictionary()
-"""The parameters of models, as somebody took them before anything was in flight."""
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -304,7 +259,6 @@ def test_readers_wait(names: Sequence[str], shard: bool) -> None:
     """Each behind a step of its own, in turns: what comes first may leave something behind for the next one."""
     with poisoned():
         both = crossing(make=ADAMW, shard=shard, compile_theirs=names in (IN_GRAPHS, IN_DOUBLE))
-        HELD.update({model: dict(model.named_parameters()) for model in (both.ours, both.theirs)})
         for number, name in enumerate((*names, *names)):
             go(both, number)
             assert left() == LEFT, name
@@ -487,25 +441,6 @@ def test_behind_other_forwards_the_step_or_their_start_waits(way: str, expected:
     assert counts == expected
 
 
-def in_a_wrapper() -> None:
-    with poisoned():
-        torch._dynamo.reset()
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(dp_compile.DistributedDataParallel(Tied(), config=SMALL))
-        mine, other = (SGD(model.parameters()) for model in models)
-        dp_compile.optim.in_backward(models[0], mine, overlap_forward=True)
-        runs = torch.compile(models[0], backend="dp_compile"), torch.compile(models[1], backend="aot_eager")
-        for number in range(3):
-            for run, optimizer in zip(runs, (mine, other), strict=True):
-                run(batch(number)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert left() == LEFT
-            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-
-
 def other_backends() -> None:
     """Another one is refused, and so are CUDA graphs."""
     both = crossing()
@@ -643,19 +578,18 @@ def test_orders(ranks2: Ranks, shard: bool, names: list[str], make: str) -> None
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)  # each of two hundred takes some three seconds
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(names=ORDERS, make=MAKES, max_norm=st.sampled_from([None, 0.05]), scaled=st.booleans())
+@given(names=ORDERS, make=MAKES, max_norm=st.sampled_from([None, 0.05]), shard=st.booleans(), scaled=st.booleans())
 def test_many_orders(
-    ranks2: Ranks, shard: bool, names: list[str], make: str, max_norm: float | None, scaled: bool
+    ranks2: Ranks, names: list[str], make: str, max_norm: float | None, shard: bool, scaled: bool
 ) -> None:
     """Clipped, and with a scaler, only where parameters are updated in parts."""
     ranks2.run(in_order, names, make, shard, max_norm if shard else None, scaled and shard)
 
 
-def interrupted(kind: type[BaseException], shard: bool) -> None:
+def interrupted() -> None:
     """Before an update that is in flight has written anything: it stays there."""
-    both = crossing(shard=shard)
+    both = crossing()
     go(both, 0)
     go(both, 1)
     plain, raised = Pending._finish, list[bool]()
@@ -663,10 +597,10 @@ def interrupted(kind: type[BaseException], shard: bool) -> None:
     def finish(self: Pending) -> None:
         if not raised:
             raised.append(True)
-            raise kind("planted")
+            raise RuntimeError("planted")
         plain(self)
 
-    with mock.patch.object(Pending, "_finish", finish), pytest.raises(kind, match="planted"):
+    with mock.patch.object(Pending, "_finish", finish), pytest.raises(RuntimeError, match="planted"):
         dp_compile.optim.synchronize(both.ours)
     assert left()
     go(both, 2)
@@ -747,9 +681,8 @@ def lost() -> None:
         (of_other_sizes, (False, (1, 1, 2, 1), [LEFT, LEFT, 0, LEFT])),
         (of_other_sizes, (True, (1, 2, 3, 1), [LEFT] * 4)),
         (head_outside, ()),
-        (in_a_wrapper, ()),
         (other_backends, ()),
-        (interrupted, (RuntimeError, False)),
+        (interrupted, ()),
         (written, ("written to",)),
         (written, ("written to, sharded",)),
         (written, ("elsewhere",)),
@@ -781,27 +714,3 @@ def one_of_two(shard: bool) -> str:
 def test_all_ranks_overlap_or_none(ranks2: Ranks) -> None:
     assert "in_backward(overlap_forward=True): rank 1 has not called" in ranks2.run(one_of_two, False)[0]
     assert all("overlap_forward" in text for text in ranks2.run(one_of_two, True))
-
-
-@pytest.mark.nightly
-def test_options_are_passed_on_and_the_cache_is_kept() -> None:
-    """Where nothing crosses the step, the backend is Inductor."""
-    seen: list[Any] = []
-    compile_forward = inductor.compile_forward_with_inductor
-
-    def noting(*arguments: Any) -> Any:
-        seen.append(arguments[-1])
-        return compile_forward(*arguments)
-
-    model, x = nn.Linear(5, 7), torch.randn(3, 5)
-    with mock.patch.object(inductor, "compile_forward_with_inductor", noting):
-        for _ in range(2):
-            torch._dynamo.reset()
-            counters.clear()
-            run = torch.compile(model, backend="dp_compile", options={"max_fusion_size": 13})
-            torch.testing.assert_close(run(x), model(x))
-    assert seen == [{"max_fusion_size": 13}] * 2
-    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
-    assert "dp_compile" in torch.compiler.list_backends()
-    with pytest.raises(Exception, match="no_such_option"):
-        torch.compile(nn.Linear(5, 6), backend="dp_compile", options={"no_such_option": 1})(x)

@@ -25,7 +25,7 @@ from twins import ADAMW, SGD, SMALL, Last, Make, Net, Twins, assert_same, made
 import dp_compile
 from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
 from dp_compile.optim import shard as sharded_optimizer
-from dp_compile.optim.shard import Sharded
+from dp_compile.optim.shard import Shard
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
@@ -179,14 +179,14 @@ def test_a_plan_that_is_made_anew(way: str, max_norm: float | None) -> None:
 @on_ranks("ranks")
 def test_parameters_are_waited_for(way: str) -> None:
     """The other ranks are there long before the last one sends what it has updated."""
-    gather = Sharded._gather
+    gather = Shard._gather
 
-    def late(self: Sharded, *args: Any) -> None:
+    def late(self: Shard, *args: Any) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.3)
         gather(self, *args)
 
-    with poisoned(), mock.patch.object(Sharded, "_gather", late):
+    with poisoned(), mock.patch.object(Shard, "_gather", late):
         both = made(way, make=ADAMW)
         both.run(batch(0)).square().mean().backward()
         found = [each.detach().clone() for each in both.ours.parameters()]

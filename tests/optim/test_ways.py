@@ -28,13 +28,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": ADAMW,
     "adamw_fused": two_groups(torch.optim.AdamW, lr=torch.tensor(0.01), fused=True),
     "adafactor": two_groups(torch.optim.Adafactor, lr=0.01),
-    "rmsprop": two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5),
-    "adagrad": two_groups(torch.optim.Adagrad, lr=0.01),
 }
-
-
-def at_night(*cells: Any) -> list[Any]:
-    return [pytest.param(*each, marks=pytest.mark.nightly) for each in cells]
 
 
 def train(way: str, name: str, max_norm: float | None, compile_model: Callable[[nn.Module], Any]) -> tuple[int, int]:
@@ -69,12 +63,6 @@ def train(way: str, name: str, max_norm: float | None, compile_model: Callable[[
         ("whole", "adafactor", 0.05),
         ("sharded", "sgd", None),
         ("sharded", "adamw", 0.05),
-        *at_night(
-            ("whole", "sgd", 0.05),
-            ("whole", "rmsprop", 0.05),
-            ("sharded", "rmsprop", None),
-            ("sharded", "adagrad", 0.05),
-        ),
     ],
 )
 def test_the_same_parameters_as_ddp(ranks: Ranks, way: str, name: str, max_norm: float | None) -> None:
@@ -82,7 +70,7 @@ def test_the_same_parameters_as_ddp(ranks: Ranks, way: str, name: str, max_norm:
     assert set(ranks.run(train, way, name, max_norm, compile_whole)) == {(10, 1)}
 
 
-@pytest.mark.parametrize(("way", "max_norm"), [("whole", 0.05), ("sharded", None), ("sharded", 0.05), ("sharded", 1e3)])
+@pytest.mark.parametrize(("way", "max_norm"), [("whole", 0.05), ("sharded", None), ("sharded", 1e3)])
 def test_the_same_parameters_if_nothing_is_compiled(ranks: Ranks, way: str, max_norm: float | None) -> None:
     assert set(ranks.run(train, way, "adamw", max_norm, not_compiled)) == {(0, 0)}
 
@@ -336,16 +324,12 @@ def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
     ("scenario", "way", "args"),
     [
         (one_rank_falls_back, "whole", (None,)),
-        (one_rank_falls_back, "sharded", (None,)),
         (one_rank_falls_back, "next forward", (0.05,)),
         (accumulated, "whole", (None,)),
         (accumulated, "sharded", (0.05,)),
         (unused, "whole", (0.05,)),
         (unused, "sharded", (None,)),
-        (unused, "sharded", (0.05, False)),
         (unused, "next forward", (None,)),
-        (frozen, "whole", ()),
-        (frozen, "sharded", ()),
         (frozen, "next forward", ()),
         (scaled, "whole", (0.05, True)),
         (scaled, "sharded", (None, True)),
@@ -353,29 +337,14 @@ def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
         (several_modules, "whole", ()),
         (another_optimizer, "whole", ()),
         (another_optimizer, "sharded", ()),
-        (warmed_up, "whole", ()),
         (warmed_up, "sharded", ()),
         (taken_off, "whole", ()),
         (taken_off, "sharded", ()),
         (fails_between, "whole", ()),
-        (fails_between, "sharded", ()),
         (fails_between, "next forward", ()),
-        *at_night(
-            (one_rank_falls_back, "sharded", (0.05,)),
-            (accumulated, "next forward", (0.05,)),
-            (unused, "next forward", (0.05, False)),
-            (several_modules, "sharded", ()),
-            (several_modules, "next forward", ()),
-            (another_optimizer, "next forward", ()),
-            (warmed_up, "next forward", ()),
-        ),
     ],
     ids=id_of,
 )
 def test_ways(ranks2: Ranks, scenario: Callable[..., Any], way: str, args: tuple[Any, ...]) -> None:
     """With parameters that are NaN as long as they are in flight."""
     ranks2.run(in_way, scenario, way, args)
-
-
-"""torch's own DDP on 2 ranks, with weights that differ by one ulp at the beginning, has others after 50 steps by 5e-3
-with AdamW's usual eps and 0.4 with RMSprop's (a gradient is divided by one as small), by 1e-6 with these."""
