@@ -24,9 +24,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,10 @@ LISTS = ROOT / "tests" / "mutants"
 PACKAGE = "dp_compile"
 NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 REPORT_VARIABLE = "DP_COMPILE_CAMPAIGN_REPORT"
-PASSED = 0
-"""The exit code of pytest."""
 
 
 class NotPlanted(Exception):
-    """A fault that cannot be planted as it is described."""
+    """A fault that cannot be planted as it is described, or of which nothing can be said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,7 @@ class Mutant:
     why: str
 
     def planted(self, source: str) -> str:
-        """The text of the file with the fault.
-
-        Raises:
-            NotPlanted: `old` is not there exactly once, or what results is the same or no Python.
-        """
+        """The text of the file with the fault; raises `NotPlanted` if it does not fit, or is the same or no Python."""
         if source.count(self.old) != 1:
             raise NotPlanted(f"{self.id}: {self.file} holds the text {source.count(self.old)} times, not once")
         changed = source.replace(self.old, self.new)
@@ -73,16 +67,8 @@ class Mutant:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What pytest said: `failed` by the names of tests, in the order in which they ran; `hung`: it did not end."""
-
-    failed: tuple[str, ...]
-    hung: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one fault. `trouble`: why nothing can be said."""
+    """Of one fault: the tests that failed, in order, and whether they did not end. `trouble`: why nothing is known."""
 
     mutant: Mutant
     killers: tuple[str, ...] = ()
@@ -94,48 +80,29 @@ class Verdict:
     def seen(self) -> bool:
         return not self.trouble and (self.hung or bool(self.killers))
 
-    def without(self, red: frozenset[str]) -> Verdict:
-        """As it is when some tests are known to fail anyway."""
-        if not red.intersection(self.killers):
-            return self
-        names = ", ".join(sorted(red.intersection(self.killers)))
-        return replace(self, trouble=f"**fails without the fault too: {names}**")
-
     def row(self) -> str:
-        said = self.trouble or "<br>".join([*self.killers, *(["hang"] if self.hung else [])]) or "**SURVIVED**"
-        return f"| {self.mutant.id} | {self.mutant.why} | {said} | {self.seconds:.0f} |"
+        what = self.trouble or "<br>".join([*self.killers, *(["hang"] if self.hung else [])]) or "**SURVIVED**"
+        return f"| {self.mutant.id} | {self.mutant.why} | {what} | {self.seconds:.0f} |"
 
 
 def load(paths: Sequence[Path]) -> tuple[Mutant, ...]:
-    """The faults of some lists.
-
-    Raises:
-        NotPlanted: a key is missing, unknown, of another type or empty, or an id is there twice.
-    """
-    mutants = tuple(_mutant(path, table) for path in paths for table in tomllib.loads(path.read_text())["mutant"])
+    """The faults of some lists; raises `NotPlanted` for a key that is missing, unknown or empty, or an id twice."""
+    mutants = []
+    for name, table in ((each.name, table) for each in paths for table in tomllib.loads(each.read_text())["mutant"]):
+        empty = [key for key, value in table.items() if not value and key != "new"]
+        if empty or set(table) != {field.name for field in fields(Mutant)} or not isinstance(table["tests"], list):
+            raise NotPlanted(f"{name}: {table.get('id', 'a mutant')} has the keys {', '.join(table)}, empty: {empty}")
+        mutants.append(Mutant(**table | {"tests": tuple(table["tests"])}))
     ids = [mutant.id for mutant in mutants]
     if twice := sorted({each for each in ids if ids.count(each) > 1}):
         raise NotPlanted(f"more than one mutant is called {', '.join(twice)}")
-    return mutants
-
-
-def _mutant(path: Path, table: dict[str, Any]) -> Mutant:
-    if set(table) != {field.name for field in fields(Mutant)}:
-        raise NotPlanted(f"{path.name}: {table.get('id', 'a mutant')} has the keys {', '.join(table)}")
-    tests = table["tests"]
-    texts = [table["id"], table["file"], table["old"], table["why"], *tests]
-    if not tests or not all(isinstance(text, str) and text for text in texts):
-        raise NotPlanted(f"{path.name}: {table['id']} says nothing in one of its keys")
-    return Mutant(**table | {"tests": tuple(tests)})
+    return tuple(mutants)
 
 
 class Campaign:
-    """Runs tests in copies of a tree.
+    """Runs tests in copies of the tree `root`, which has the package and `tests/`.
 
-    Args:
-        root: of the tree: the package and `tests/`.
-        collect: run on after the first test that fails.
-        timeout_s: for one run of pytest.
+    `collect`: run on after the first test that fails. `timeout_s`: for one run of pytest.
     """
 
     def __init__(self, root: Path, *, collect: bool, timeout_s: float) -> None:
@@ -152,55 +119,44 @@ class Campaign:
                 for process in tuple(self._running):  # no Ctrl-C reaches them
                     _kill(process)
                 raise
-        red = self._red_anyway([killer for verdict in verdicts for killer in verdict.killers])
-        return [verdict.without(red) for verdict in verdicts]
+        killers = tuple(dict.fromkeys(killer for verdict in verdicts for killer in verdict.killers))
+        failing = set(self._run(None, killers)[0]) if killers else set()
+        known = [sorted(failing.intersection(verdict.killers)) for verdict in verdicts]
+        return [
+            replace(verdict, trouble=f"**fails without the fault too: {', '.join(names)}**") if names else verdict
+            for verdict, names in zip(verdicts, known, strict=True)
+        ]
 
     def _verdict(self, mutant: Mutant) -> Verdict:
         started = time.monotonic()
         try:
-            with self._copy() as tree:
-                file = tree / mutant.file
-                file.write_text(mutant.planted(file.read_text()))
-                run = self._run(tree, mutant.tests)
+            verdict = Verdict(mutant, *self._run(mutant, mutant.tests))
         except (NotPlanted, OSError) as error:
-            verdict = Verdict(mutant, trouble=f"**{error}**", seconds=time.monotonic() - started)
-        else:
-            verdict = Verdict(mutant, run.failed, run.hung, seconds=time.monotonic() - started)
+            verdict = Verdict(mutant, trouble=f"**{error}**")
+        verdict = replace(verdict, seconds=time.monotonic() - started)
         print(verdict.row(), file=sys.stderr)
         return verdict
 
-    def _red_anyway(self, tests: Sequence[str]) -> frozenset[str]:
-        """Those that fail in a copy without a fault."""
-        if not tests:
-            return frozenset()
-        with self._copy() as tree:
-            return frozenset(self._run(tree, tuple(dict.fromkeys(tests)), faulty=False).failed)
-
-    @contextmanager
-    def _copy(self) -> Iterator[Path]:
+    def _run(self, mutant: Mutant | None, tests: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+        """The tests that fail in a copy with a fault, or without one, and whether pytest did not end."""
         with tempfile.TemporaryDirectory() as directory:
-            yield Path(shutil.copytree(self._root, Path(directory, "tree"), ignore=NOT_COPIED))
+            tree = Path(shutil.copytree(self._root, Path(directory, "tree"), ignore=NOT_COPIED))
+            if mutant is not None:
+                file = tree / mutant.file
+                file.write_text(mutant.planted(file.read_text()))
+            return self._run_in(tree, tests, faulty=mutant is not None)
 
-    def _run(self, tree: Path, tests: Sequence[str], *, faulty: bool = True) -> Run:
+    def _run_in(self, tree: Path, tests: Sequence[str], *, faulty: bool) -> tuple[tuple[str, ...], bool]:
         report = tree.parent / "report"
         report.write_text("")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem, *tests]
         command += ["-x"] if faulty and not self._collect else []
-        environment = os.environ | {
-            # The copy comes first also in the processes that tests start.
-            "PYTHONPATH": os.pathsep.join([str(tree), str(Path(__file__).parent)]),
-            REPORT_VARIABLE: str(report),
-        }
+        # The copy comes first also in the processes that tests start.
+        path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
+        environment = os.environ | {"PYTHONPATH": path, REPORT_VARIABLE: str(report)}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         hung, output = False, ""
-        with subprocess.Popen(
-            [*command, *tests],
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes) as process:
             self._running.add(process.pid)
             try:
                 output, _ = process.communicate(timeout=self._timeout_s if faulty else None)
@@ -210,13 +166,14 @@ class Campaign:
                 self._running.discard(process.pid)
                 _kill(process.pid)
         imported, *failed = report.read_text().splitlines() or [""]
-        if not hung and not failed and process.returncode != PASSED:
+        last = output.strip().rpartition("\n")[2]
+        if not hung and not failed and process.returncode:
             raise NotPlanted(f"pytest ended with {process.returncode}: {' / '.join(output.splitlines()[-3:])}")
-        if not hung and not failed and " passed" not in (said := output.strip().rpartition("\n")[2]):
-            raise NotPlanted(f"no test ran: {said}")  # a test that was skipped here has not missed the fault
+        if not hung and not failed and " passed" not in last:
+            raise NotPlanted(f"no test ran: {last}")  # a test that was skipped here has not missed the fault
         if imported and not Path(imported).is_relative_to(tree):
             raise NotPlanted(f"the tests imported {imported}, not the copy in {tree}")
-        return Run(tuple(dict.fromkeys(failed)), hung)
+        return tuple(dict.fromkeys(failed)), hung
 
 
 def _kill(leader: int) -> None:
@@ -243,9 +200,7 @@ def pytest_runtest_logreport(report: Any) -> None:
         _write(report.nodeid)
 
 
-def pytest_collectreport(report: Any) -> None:
-    if report.failed:
-        _write(report.nodeid)
+pytest_collectreport = pytest_runtest_logreport
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -263,13 +218,11 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(options.only or ()) - {mutant.id for mutant in mutants}:
         parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
-    campaign = Campaign(ROOT, collect=options.collect, timeout_s=options.timeout)
-    verdicts = campaign.run(chosen, options.jobs)
+    verdicts = Campaign(ROOT, collect=options.collect, timeout_s=options.timeout).run(chosen, options.jobs)
     print("\n".join(["| id | what | killed by | seconds |", "|---|---|---|---|", *(each.row() for each in verdicts)]))
     missed = [verdict.mutant.id for verdict in verdicts if not verdict.seen]
-    print(
-        f"\n{len(verdicts) - len(missed)} of {len(verdicts)} were seen." + f" Not: {', '.join(missed)}." * bool(missed)
-    )
+    not_seen = f" Not: {', '.join(missed)}." * bool(missed)
+    print(f"\n{len(verdicts) - len(missed)} of {len(verdicts)} were seen.{not_seen}")
     return int(bool(missed))
 
 

@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from dp_compile.bench.simulated_group import hidden_from_dynamo
 from dp_compile.plan.backends import NCCL, Backend
 
 NAMES: Final = ("nccl2", "nccl-lazy", "stand-in")
@@ -39,16 +40,6 @@ REFUSED_DTYPES: Final = (torch.int16, torch.complex64, torch.complex128)
 launched: Final[Counter[str]] = Counter()
 """How often each collective was launched in this process, with its op: `reduce_scatter avg`, `all_gather`. Several
 tensors in one launch: `all_reduce avg x3`."""
-
-_T = TypeVar("_T")
-
-
-def _hidden_from_dynamo(kind: type[_T]) -> type[_T]:
-    """Dynamo would trace methods that C++ calls inside compiled code, and end with an error in a group's."""
-    for name, method in list(vars(kind).items()):
-        if callable(method) and not name.startswith("__"):
-            setattr(kind, name, torch.compiler.disable(method))
-    return kind
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +56,7 @@ def _poison(tensor: torch.Tensor) -> None:
     tensor.fill_(torch.nan if kind.is_floating_point else kind == torch.bool or torch.iinfo(kind).max)
 
 
-@_hidden_from_dynamo
+@hidden_from_dynamo
 class Work(dist.Work):
     """A collective on its way. Holds what it reads and writes until it was waited for."""
 
@@ -104,7 +95,7 @@ class Work(dist.Work):
         try:
             self._deliver()
         except BaseException as error:  # raised by the future's wait
-            future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+            future.set_exception(error)  # torch annotates it wrongly
         else:
             future.set_result(self._tensors)
 
@@ -164,7 +155,7 @@ def _end(lane: Lane, thread: threading.Thread) -> None:
     thread.join(1.0)
 
 
-@_hidden_from_dynamo
+@hidden_from_dynamo
 class StandIn(dist.ProcessGroup):
     """The process group.
 
@@ -174,7 +165,7 @@ class StandIn(dist.ProcessGroup):
     """
 
     def __init__(self, name: str, store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
-        super().__init__(rank, ranks)  # type: ignore[call-arg]  # annotated is only the one with a store
+        super().__init__(rank, ranks)  # annotated is only the one with a store
         # No stream on a CPU: the host waits, and its clock measures.
         self.dp_compile_backend: Backend = replace(NCCL, name=name, device="cpu", on_stream=False)
         self.options = SimpleNamespace(_timeout=timeout)
@@ -280,7 +271,7 @@ class StandIn(dist.ProcessGroup):
 
     # --- collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         given, op = _listed(tensors), self._op(opts)
         many = f" x{len(given)}" if len(given) > 1 else ""
         return self._launch(f"all_reduce {_said(op)}{many}", given, given, lambda g: [self._reduced(x, op) for x in g])
@@ -299,7 +290,7 @@ class StandIn(dist.ProcessGroup):
         reduce = lambda g: [self._reduced(x, op).chunk(self.size())[self.rank()] for x in g]  # noqa: E731
         return self._launch(f"reduce_scatter {_said(op)}", inputs, outputs, reduce)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self.reduce_scatter_single(outputs[0], torch.cat([each.flatten() for each in inputs[0]]), opts)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
@@ -311,10 +302,10 @@ class StandIn(dist.ProcessGroup):
                 raise ValueError("output tensor size must be equal to world_size times input tensor size")
         return self._launch("all_gather", inputs, outputs, lambda g: [torch.cat(self._gathered(x)) for x in g])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._launch("all_gather", inputs, outputs[0], lambda g: self._gathered(g[0]))
 
-    def all_to_all_single(  # type: ignore[override]
+    def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> Work:
         row = given.numel() // max(1, len(given)) * given.element_size()
@@ -327,14 +318,14 @@ class StandIn(dist.ProcessGroup):
 
         return self._launch("all_to_all", [given], [output], collective)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         given, root = _listed(tensors), 0 if opts is None else opts.rootRank
         writes = given if root != self.rank() else []
         return self._launch(
             "broadcast", given, writes, lambda g: [self._gathered(x)[root] for x in g] if writes else _sent(self, g)
         )
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Inputs are given by the root only."""
         root, (output,) = 0 if opts is None else opts.rootRank, outputs
         given = torch.cat([each.flatten() for each in inputs[0]]) if inputs else output.new_zeros(output.numel())
@@ -343,7 +334,7 @@ class StandIn(dist.ProcessGroup):
             "scatter", [given], [output], lambda g: [self._gathered(g[0])[root].chunk(self.size())[self.rank()]]
         )
 
-    def barrier(self, opts: Any = None) -> Work:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> Work:
         work = self.allreduce([torch.zeros(1)])
         work.wait()  # by the host, as NCCL's
         return work

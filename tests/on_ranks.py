@@ -20,7 +20,7 @@ def on_ranks(pool: str) -> Callable[[Callable[..., object]], Callable[..., None]
             request.getfixturevalue(pool).run(_run, scenario.__module__, scenario.__name__, given)
 
         first = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([first, *inspect.signature(scenario).parameters.values()])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([first, *inspect.signature(scenario).parameters.values()])
         return test
 
     return decorate

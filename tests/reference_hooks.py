@@ -42,7 +42,7 @@ class Rounded(dp_compile.FunctionalHook):
         return reduced, states
 
 
-def as_torch_s(errors, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+def as_torch_s(errors, bucket):  # torch refuses annotations that are text
     """The same as a hook of torch's. What it remembers is kept by parameter: torch makes its buckets anew."""
     given = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in given:

@@ -15,6 +15,7 @@ TOO_NOISY: Final = 0.25  # with a wider noise band, `same` would be a claim with
 # Two starts of the same code differ (memory layout, order of compilation), which turns of one start cannot show:
 # Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. Smaller changes are no regression.
 TOLERANCE: Final = 0.03
+_SETTINGS: Final = ("reference", "ranks", "steps_per_turn", "caches")
 
 
 def compare(baseline: Results, new: Results) -> tuple[list[str], int]:
@@ -28,30 +29,25 @@ def compare(baseline: Results, new: Results) -> tuple[list[str], int]:
         ConfigError: another machine, other settings, or nothing in common.
     """
     _check_comparable(baseline, new)
-    reference = baseline.suite.reference
-    pairs = list(zip(baseline.cells, new.cells, strict=True))
-    times = [_times(*pair, reference) for pair in pairs]
-    total = sum(map(len, times))
-    if not total:
+    reference, pairs = baseline.suite.reference, list(zip(baseline.cells, new.cells, strict=True))
+    times = [each for pair in pairs for each in _times(*pair, reference)]
+    if not times:
         raise ConfigError(f"no mode was measured in both runs together with the reference {reference!r}.")
-    sure = NormalDist().inv_cdf(1 - FALSE_ALARMS / total)
-    found = [(change, line) for each in times for change, line in (_judged(*item, sure) for item in each.items())]
-    found.sort(key=lambda each: -each[0])
-    lines = [line for _, line in found]
-    lines += [line for pair in pairs for line in _counts(*pair)]
+    sure = NormalDist().inv_cdf(1 - FALSE_ALARMS / len(times))
+    found = sorted((_judged(*each, sure) for each in times), key=lambda each: -each[0])
+    lines = [line for _, line in found] + [line for pair in pairs for line in _counts(*pair)]
     regressions = sum(line.startswith(("slower", "lost", "more")) for line in lines)
     lines.append(
-        f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {total} comparisons of times over "
+        f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {len(times)} comparisons of times over "
         f"{reference}, above {TOLERANCE:.0%} and above the noise, and in all counts"
     )
     return lines, regressions
 
 
 def _check_comparable(baseline: Results, new: Results) -> None:
-    settings = ("reference", "ranks", "steps_per_turn", "caches")
     old, here = (
         {name: each.environment[name] for name in MACHINE}
-        | {name: getattr(each.suite, name) for name in settings}
+        | {name: getattr(each.suite, name) for name in _SETTINGS}
         | {"cells": ", ".join(f"{cell.workload} over {cell.network}" for cell in each.cells)}
         for each in (baseline, new)
     )
@@ -59,22 +55,21 @@ def _check_comparable(baseline: Results, new: Results) -> None:
         raise ConfigError(f"these runs cannot be compared: {'; '.join(differing)}.")
 
 
-_Times = dict[str, tuple[Ratio, Ratio | None, str]]
+_Times = tuple[str, Ratio, Ratio | None, str]
 
 
-def _times(old: Cell, new: Cell, reference: str) -> _Times:
-    """By title, ratios of both runs; `None` with a reason where the new run has none."""
-    before, after, found = ratios(old, reference), ratios(new, reference), _Times()
-    for (name, what), value in before.items():
+def _times(old: Cell, new: Cell, reference: str) -> list[_Times]:
+    """A title, and the ratios of both runs; `None` with a reason where the new run has none."""
+    after, found = ratios(new, reference), []
+    for (name, what), value in ratios(old, reference).items():
         if not old.measured()[name].is_bound:
             failed = next((mode for mode in new.modes if mode.name == name), ModeResult(name))
             reason = (new.skipped or failed.reason or "not measured").splitlines()[0]
-            found[f"{old.workload}, {old.network}, {name}, {what}"] = value, after.get((name, what)), reason
+            found.append((f"{old.workload}, {old.network}, {name}, {what}", value, after.get((name, what)), reason))
     return found
 
 
-def _judged(title: str, times: tuple[Ratio, Ratio | None, str], sure: float) -> tuple[float, str]:
-    old, new, reason = times
+def _judged(title: str, old: Ratio, new: Ratio | None, reason: str, sure: float) -> tuple[float, str]:
     if new is None:
         return math.inf, f"lost: {title}: {old.value:.3f} -> {reason}"
     change, band = math.log(new.value / old.value), sure * math.hypot(old.log_error, new.log_error)

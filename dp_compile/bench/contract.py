@@ -32,17 +32,14 @@ class Rule:
     plain: Mapping[str, Any]
 
     def optimizer(self, parameters: Iterable[torch.Tensor], **changes: Any) -> torch.optim.Optimizer:
-        """Over these parameters; `changes` replace options, or give the learning rate `lr`."""
+        """`changes` replace options, or give the learning rate `lr`."""
         make: Callable[..., torch.optim.Optimizer] = self.kind
         return make(parameters, **{**self.options, **changes})
 
 
 SGD: Final = Rule(torch.optim.SGD, {"momentum": 0.9}, {"lr": PROBE_LR, "momentum": 0.0})
-ADAMW: Final = Rule(
-    torch.optim.AdamW,
-    {"fused": True},
-    {"lr": PROBE_LR * LARGE_EPS, "eps": LARGE_EPS, "betas": (0.0, 0.0), "weight_decay": 0.0},
-)
+_PLAIN_ADAMW: Final = {"lr": PROBE_LR * LARGE_EPS, "eps": LARGE_EPS, "betas": (0.0, 0.0), "weight_decay": 0.0}
+ADAMW: Final = Rule(torch.optim.AdamW, {"fused": True}, _PLAIN_ADAMW)
 
 
 @dataclass(frozen=True, slots=True)

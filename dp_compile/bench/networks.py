@@ -24,9 +24,6 @@ from dp_compile.errors import ConfigError, DPCompileError
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost, check_number
 
-BURST_KIB: Final = 128
-"""Holds one packet of 64 KiB that the sender's kernel has not segmented; with a smaller bucket tbf segments it."""
-
 _RATES: Final = ("rate_mbit", "comm_over_compute")
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "loopback": (),
@@ -35,11 +32,18 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The keys of each kind."""
 _LAUNCH_S: Final = 8.4e-6  # of a collective, however many hops it takes: NCCL's tuning table, protocol `Simple`
+_BURST_KIB: Final = 128  # one packet of 64 KiB that the sender's kernel has not segmented; tbf segments larger ones
 _QUEUE_MIB: Final = 8
 _MTU: Final = 65535  # the largest: fewer packets, less processor time for the same bytes
 _PREFIX: Final = "dpbench"
 _ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 _SYSTEM_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin"  # where `ip` and `tc` are, and often not on a user's PATH
+_SETTINGS: Final = {
+    # bbr paces itself with timers, and cubic is refused inside a namespace.
+    "ipv4/tcp_congestion_control": "reno",
+    "ipv4/tcp_slow_start_after_idle": "0",
+    "ipv6/conf/all/disable_ipv6": "1",
+}
 
 
 class NetworkError(DPCompileError):
@@ -142,7 +146,12 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
         return
     rate_mbit = rate_mbit or network.rate_mbit
     assert rate_mbit is not None
-    _check_tools(ranks)
+    if ranks != len(_ADDRESSES):
+        raise NetworkError(f"a shaped network joins 2 ranks, not {ranks}.")
+    if missing := [tool for tool in ("ip", "tc") if _tool(tool) == ""]:
+        raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")
+    if os.geteuid() != 0:
+        raise NetworkError("making network namespaces needs root: run the benchmark as root, for instance with sudo.")
     remove_stale()
     with ExitStack() as stack:
         spaces = [f"{_PREFIX}{os.getpid()}-{rank}" for rank in range(ranks)]
@@ -151,7 +160,14 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
             stack.callback(_run, f"ip netns del {space}")
         _run(f"ip link add eth0 netns {spaces[0]} type veth peer name eth0 netns {spaces[1]}")
         for space, address in zip(spaces, _ADDRESSES, strict=True):
-            _set_up(space, address, rate_mbit)
+            for name, value in _SETTINGS.items():
+                shell = f"test ! -e /proc/sys/net/{name} || echo {value} > /proc/sys/net/{name}"
+                _run(f"ip netns exec {space} sh -c", shell)
+            _run(f"ip -n {space} link set lo up")
+            _run(f"ip -n {space} addr add {address}/16 dev eth0")
+            _run(f"ip -n {space} link set eth0 mtu {_MTU} up")
+            shape = f"rate {round(rate_mbit * 1e6)}bit burst {_BURST_KIB}k limit {_QUEUE_MIB}m"
+            _run(f"tc -n {space} qdisc replace dev eth0 root tbf {shape}")
         prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces)
         yield Placement("gloo", _ADDRESSES[0], prefixes, {"GLOO_SOCKET_IFNAME": "eth0"})
 
@@ -159,20 +175,9 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
 def remove_stale() -> None:
     """Delete the network namespaces of runs that were killed."""
     for line in _run("ip netns list").splitlines():
-        name = line.split()[0]
-        match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", name)
+        match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", line.split()[0])
         if match and not os.path.exists(f"/proc/{match[1]}"):
-            _run(f"ip netns del {name}")
-
-
-def _check_tools(ranks: int) -> None:
-    if ranks != len(_ADDRESSES):
-        raise NetworkError(f"a shaped network joins 2 ranks, not {ranks}.")
-    missing = [tool for tool in ("ip", "tc") if _tool(tool) == ""]
-    if missing:
-        raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")
-    if os.geteuid() != 0:
-        raise NetworkError("making network namespaces needs root: run the benchmark as root, for instance with sudo.")
+            _run(f"ip netns del {match[0]}")
 
 
 def _tool(name: str) -> str:
@@ -185,20 +190,3 @@ def _run(command: str, *last: str) -> str:
     if done.returncode != 0:
         raise NetworkError(f"`{command}` failed: {done.stderr.strip() or f'exit status {done.returncode}'}")
     return done.stdout
-
-
-def _set_up(space: str, address: str, rate_mbit: float) -> None:
-    settings = {
-        # bbr paces itself with timers, and cubic is refused inside a namespace.
-        "ipv4/tcp_congestion_control": "reno",
-        "ipv4/tcp_slow_start_after_idle": "0",
-        "ipv6/conf/all/disable_ipv6": "1",
-    }
-    for name, value in settings.items():
-        shell = f"test ! -e /proc/sys/net/{name} || echo {value} > /proc/sys/net/{name}"
-        _run(f"ip netns exec {space} sh -c", shell)
-    _run(f"ip -n {space} link set lo up")
-    _run(f"ip -n {space} addr add {address}/16 dev eth0")
-    _run(f"ip -n {space} link set eth0 mtu {_MTU} up")
-    shape = f"rate {round(rate_mbit * 1e6)}bit burst {BURST_KIB}k limit {_QUEUE_MIB}m"
-    _run(f"tc -n {space} qdisc replace dev eth0 root tbf {shape}")

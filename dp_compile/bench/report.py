@@ -53,17 +53,18 @@ def _lines(results: Results) -> Iterator[str]:
 def _workload(cells: Sequence[Cell], reference: str) -> Iterator[Sequence[str]]:
     yield ["mode", *(cell.network for cell in cells), "until warm", "peak memory", "counts"]
     found = [ratios(cell, reference) for cell in cells]
-    for mode in (mode for mode in cells[0].modes if any(cell.measured().get(mode.name) for cell in cells)):
+    for mode in cells[0].modes:
         measured = [cell.measured().get(mode.name) for cell in cells]
-        last = [each for each in measured if each is not None][-1]
+        if not (runs := [each for each in measured if each is not None]):
+            continue
         figures = [_figure(each, times.get((mode.name, "step"))) for each, times in zip(measured, found, strict=True)]
         warm = [f", {times[mode.name, 'until warm']}" for times in found if (mode.name, "until warm") in times]
         yield [
             f"*{mode.name}*" if mode.is_bound else mode.name,
             *figures,
-            f"{np.median(last.starts_s):.1f} s{''.join(warm[:1])}",
-            format_bytes(max(each.peak_nbytes for each in measured if each is not None)),
-            ", ".join(f"{what} {number:,}" for what, number in last.counts.items()),
+            f"{np.median(runs[-1].starts_s):.1f} s{''.join(warm[:1])}",
+            format_bytes(max(each.peak_nbytes for each in runs)),
+            ", ".join(f"{what} {number:,}" for what, number in runs[-1].counts.items()),
         ]
 
 
@@ -76,19 +77,13 @@ def _figure(mode: ModeResult | None, value: Ratio | None) -> str:
 
 def _self_checks(cells: Sequence[Cell]) -> Iterator[Sequence[str]]:
     yield ["workload", "network", "rate", "alpha", "MB/s", "all-reduce", "waiting", "concurrent matmul", "self-check"]
-    for cell in cells:
-        if (check := cell.self_check) is None:
-            continue
+    for cell, check in ((cell, cell.self_check) for cell in cells if cell.self_check is not None):
         stated = f" (stated {check.stated_mb_per_s:.4g})" if check.stated_mb_per_s else ""
         yield [
-            cell.workload,
-            cell.network,
-            f"{cell.rate_mbit:.4g} mbit" if cell.rate_mbit is not None else "-",
-            f"{check.alpha_us:.0f} us",
-            f"{check.mb_per_s:.4g}{stated}",
+            *(cell.workload, cell.network, f"{cell.rate_mbit:.4g} mbit" if cell.rate_mbit is not None else "-"),
+            *(f"{check.alpha_us:.0f} us", f"{check.mb_per_s:.4g}{stated}"),
             f"{format_bytes(check.nbytes)} in {check.all_reduce_ms:.3g} ms",
-            f"{check.waiting_cpu_share:.0%} of a core",
-            f"{check.matmul_slowdown:.2f}x as slow",
+            *(f"{check.waiting_cpu_share:.0%} of a core", f"{check.matmul_slowdown:.2f}x as slow"),
             ("passed" if check.passed else "FAILED") if check.nbytes else "one rank",
         ]
 

@@ -84,41 +84,35 @@ def save(results: Results, path: Path) -> None:
 
 def load(path: Path) -> Results:
     """Raises:
-    ConfigError: no such file, not a result, of another version, empty, or measured without a self-check.
+    ConfigError: no such file, not a result, of another version, or empty.
     """
     try:
         data = json.loads(path.read_text())
-        if data["version"] != VERSION:
-            raise ConfigError(f"{path} has version {data['version']!r}, this is {VERSION}. Run the benchmark again.")
-        found = _results(data)
+        version, found = data["version"], None
+        if version == VERSION:
+            networks = [{key: value for key, value in each.items() if value} for each in data["suite"]["networks"]]
+            suite = suites.from_dict(data["suite"] | {"networks": networks})
+            found = Results(suite, data["environment"], data["started"], tuple(map(_cell, data["cells"])))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} is not what `dp-compile bench run` writes: {error!r}.") from error
+    if found is None:
+        raise ConfigError(f"{path} has version {version!r}, this is {VERSION}. Run the benchmark again.")
     if not found.cells:
         raise ConfigError(f"{path} holds no cell.")
-    for cell in found.cells:
-        if cell.measured() and cell.self_check is None:
-            raise ConfigError(f"{path}: {cell.workload} over {cell.network} has times but no self-check.")
     return found
 
 
-def _results(data: Mapping[str, Any]) -> Results:
-    networks = [{key: value for key, value in each.items() if value is not None} for each in data["suite"]["networks"]]
-    cells = []
-    for cell in data["cells"]:
-        modes = []
-        for mode in cell["modes"]:
-            times = {name: tuple(map(float, mode[name])) for name in ("step_s", "starts_s")}
-            modes.append(ModeResult(**(mode | times)))
-            if modes[-1].status == MEASURED and not modes[-1].step_s:
-                raise ValueError(f"mode {modes[-1].name} is measured and has no times")
-        check = None if cell["self_check"] is None else SelfCheck(**cell["self_check"])
-        cells.append(Cell(**(cell | {"modes": tuple(modes), "self_check": check})))
-    suite = suites.from_dict(data["suite"] | {"networks": networks})
-    return Results(suite, data["environment"], data["started"], tuple(cells))
+def _cell(data: dict[str, Any]) -> Cell:
+    times = "step_s", "starts_s"
+    modes = [ModeResult(**mode | {name: tuple(mode[name]) for name in times}) for mode in data["modes"]]
+    check = None if data["self_check"] is None else SelfCheck(**data["self_check"])
+    cell = Cell(**data | {"modes": tuple(modes), "self_check": check})
+    for mode in cell.measured().values():
+        if check is None or not mode.step_s:
+            raise ValueError(f"mode {mode.name} is measured, and has no times or its network no self-check")
+    return cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +141,11 @@ def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
 def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
     """Of every measured mode to the reference, by mode and `step`, with three starts or more also `until warm`."""
     measured, found = cell.measured(), {}
-    for name, mode in measured.items() if reference in measured else ():
-        other = measured[reference]
-        if name != reference:
-            found[name, "step"] = ratio(mode.step_s, other.step_s)
-            if min(len(mode.starts_s), len(other.starts_s)) >= 3:
-                found[name, "until warm"] = ratio(mode.starts_s, other.starts_s)
+    if reference not in measured:
+        return {}
+    other = measured.pop(reference)
+    for name, mode in measured.items():
+        found[name, "step"] = ratio(mode.step_s, other.step_s)
+        if min(len(mode.starts_s), len(other.starts_s)) >= 3:
+            found[name, "until warm"] = ratio(mode.starts_s, other.starts_s)
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -42,8 +42,7 @@ class SelfCheck:
         waiting_cpu_share: CPU seconds a second of the process while it waits. On a GPU 0: its driver spins while it
             waits, which takes nothing from the compute.
         matmul_slowdown: time of a matmul concurrent with the all-reduce over alone.
-        stated_alpha_us: the latency that a simulated network states, else 0.
-        stated_mb_per_s: its bandwidth, else 0.
+        stated_alpha_us, stated_mb_per_s: what a simulated network states, else 0.
     """
 
     alpha_us: float
@@ -58,23 +57,18 @@ class SelfCheck:
     @property
     def passed(self) -> bool:
         """Whether communication leaves the processors free, and takes as long as stated."""
-        if self.stated_mb_per_s:
-            late_us = abs(self.alpha_us - self.stated_alpha_us)
-            if late_us > STATED_LIMIT_US + STATED_LIMIT * self.stated_alpha_us:
-                return False
-            if abs(self.mb_per_s / self.stated_mb_per_s - 1) > STATED_LIMIT:
-                return False
-        return self.matmul_slowdown <= SLOWDOWN_LIMIT and self.waiting_cpu_share <= WAITING_LIMIT
+        allowed_us = STATED_LIMIT_US + STATED_LIMIT * self.stated_alpha_us
+        as_stated = not self.stated_mb_per_s or (
+            abs(self.alpha_us - self.stated_alpha_us) <= allowed_us
+            and abs(self.mb_per_s / self.stated_mb_per_s - 1) <= STATED_LIMIT
+        )
+        return as_stated and self.matmul_slowdown <= SLOWDOWN_LIMIT and self.waiting_cpu_share <= WAITING_LIMIT
 
 
 def worst(checks: Sequence[SelfCheck]) -> SelfCheck:
     """Of all ranks; the calibration is the same on each."""
-    return replace(
-        checks[0],
-        all_reduce_ms=max(check.all_reduce_ms for check in checks),
-        waiting_cpu_share=max(check.waiting_cpu_share for check in checks),
-        matmul_slowdown=max(check.matmul_slowdown for check in checks),
-    )
+    names = "all_reduce_ms", "waiting_cpu_share", "matmul_slowdown"
+    return replace(checks[0], **{name: max(getattr(check, name) for check in checks) for name in names})
 
 
 def measure() -> SelfCheck:
@@ -84,12 +78,23 @@ def measure() -> SelfCheck:
     place = device()
     cost = calibrate(device=place).cost
     nbytes = int(min(_LARGEST_NBYTES, max(_SMALLEST_NBYTES, _WANTED_S / cost.beta_s_per_byte))) // 4 * 4
-    size = _MATMUL_SIZE[place.type]
-    data, matrix = torch.zeros(nbytes // 4, device=place), torch.ones(size, size, device=place)
+    data, matrix = torch.zeros(nbytes // 4, device=place), torch.ones(2 * (_MATMUL_SIZE[place.type],), device=place)
     alone = [_all_reduce(data) for _ in range(_REPETITIONS)]
     all_reduce_s = statistics.median(wall_s for wall_s, _ in alone)
-    matmul_s = statistics.median(_matmul(matrix, all_reduce_s) for _ in range(_REPETITIONS))
-    concurrent_s = statistics.median(_concurrent_matmul(data, matrix) for _ in range(_REPETITIONS))
+
+    def for_a_while() -> Callable[[], bool]:
+        start = time.perf_counter()
+        return lambda: time.perf_counter() - start < all_reduce_s
+
+    def during_an_all_reduce() -> Callable[[], bool]:
+        work = dist.all_reduce(data, async_op=True)
+        assert work is not None
+        return lambda: not work.is_completed() or not work.wait()
+
+    matmul_s, concurrent_s = (
+        statistics.median(_matmul(matrix, begin) for _ in range(_REPETITIONS))
+        for begin in (for_a_while, during_an_all_reduce)
+    )
     group = dist.group.WORLD
     stated = group.cost if isinstance(group, SimulatedGroup) else None
     return SelfCheck(
@@ -114,28 +119,15 @@ def _all_reduce(data: torch.Tensor) -> tuple[float, float]:
     return time.perf_counter() - wall, cpu_s
 
 
-def _matmul(matrix: torch.Tensor, for_s: float) -> float:
-    """Mean seconds of a matmul, on all ranks at the same time."""
+def _matmul(matrix: torch.Tensor, begin: Callable[[], Callable[[], bool]]) -> float:
+    """Mean seconds of a matmul, on all ranks at the same time, as long as what `begin` returns says so."""
     dist.barrier()
     start, count = time.perf_counter(), 0
-    while count < 1 or time.perf_counter() - start < for_s:
+    goes_on = begin()
+    while count < 1 or goes_on():
         _finish_compute(torch.mm(matrix, matrix))
         count += 1
     return (time.perf_counter() - start) / count
-
-
-def _concurrent_matmul(data: torch.Tensor, matrix: torch.Tensor) -> float:
-    """The same for as long as an all-reduce runs."""
-    dist.barrier()
-    start, count = time.perf_counter(), 0
-    work = dist.all_reduce(data, async_op=True)
-    assert work is not None
-    while count < 1 or not work.is_completed():
-        _finish_compute(torch.mm(matrix, matrix))
-        count += 1
-    wall_s = time.perf_counter() - start
-    work.wait()
-    return wall_s / count
 
 
 def _finish_compute(result: torch.Tensor) -> None:

@@ -17,11 +17,11 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,15 +44,15 @@ def environment(cost: AllReduceCost) -> dict[str, str]:
     return {VARIABLE: json.dumps(asdict(cost))}
 
 
-def _hidden_from_dynamo(kind: type[_T]) -> type[_T]:
+def hidden_from_dynamo(kind: type[_T]) -> type[_T]:
     """Dynamo traces methods that C++ calls inside compiled code, and fails on those of a process group."""
     for name, method in list(vars(kind).items()):
-        if callable(method) and not name.startswith("_"):
+        if callable(method) and not name.startswith("__"):
             setattr(kind, name, torch.compiler.disable(method))
     return kind
 
 
-@_hidden_from_dynamo
+@hidden_from_dynamo
 class SimulatedGroup(dist.ProcessGroup):
     """The process group of one process. `cost` is that of an all-reduce; broadcast and all-gather take half of it."""
 
@@ -78,20 +78,18 @@ class SimulatedGroup(dist.ProcessGroup):
         self._name = name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        factor = _factor(dist.ReduceOp.SUM if opts is None else opts.reduceOp, self.size())
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-        def compute() -> None:
-            for tensor in given if factor != 1 else ():
-                tensor.mul_(factor)
-
-        return self._send(1.0, given, compute)
+        op, kinds = dist.ReduceOp.SUM if opts is None else opts.reduceOp, dist.ReduceOp
+        factor = self.size() if op == kinds.SUM else 1
+        if factor == 1 and not any(op == each for each in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR)):
+            shown = getattr(op, "op", op)
+            raise ConfigError(f"the simulated group reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {shown}.")
+        return self._send(1.0, tensors, factor)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._send(0.5, [tensors] if isinstance(tensors, torch.Tensor) else list(tensors), _nothing)
+        return self._send(0.5, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copies immediately: only code before the training gathers."""
@@ -99,7 +97,7 @@ class SimulatedGroup(dist.ProcessGroup):
             for each, own in zip(outputs, inputs, strict=True):
                 for tensor in each:
                     tensor.copy_(own)
-        return self._send(0.5, [tensor for each in outputs for tensor in each], _nothing)
+        return self._send(0.5, [tensor for each in outputs for tensor in each])
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
         """torch 2.15 gathers objects so; earlier ones by `allgather`."""
@@ -109,40 +107,23 @@ class SimulatedGroup(dist.ProcessGroup):
         """An all-reduce that the process waits for, as NCCL's."""
         for network in self._streams.values():
             network.synchronize()
-        return self._timer.send(self.cost.seconds(0), [], _nothing)
+        return self._timer.send(self.cost.seconds(0), [], 1)
 
-    def _send(self, share: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
-        """A collective that takes this share of an all-reduce's time."""
+    def _send(self, share: float, tensors: torch.Tensor | Tensors, factor: int = 1) -> dist.Work:
+        """A collective that takes this share of an all-reduce's time and multiplies tensors by `factor`."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         device, seconds = tensors[0].device, share * self.cost.seconds(sum(tensor.nbytes for tensor in tensors))
         if device.type == "cpu":
-            return self._timer.send(seconds, tensors, compute)
+            return self._timer.send(seconds, tensors, factor)
         if device not in self._streams:
             self._streams[device] = StreamNetwork(device)
-        return self._streams[device].send(seconds, tensors, compute)
+        return self._streams[device].send(seconds, tensors, factor)
 
 
-def _nothing() -> None: ...
-
-
-def _factor(op: Any, ranks: int) -> int:
-    """The number by which a reduction over equal tensors multiplies them.
-
-    Raises:
-        ConfigError: an op for which there is no such number.
-    """
-    kinds = dist.ReduceOp
-    if op == kinds.SUM:
-        return ranks
-    if any(op == each for each in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR)):
-        return 1
-    raise ConfigError(f"the simulated group reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {getattr(op, 'op', op)}.")
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     until_s: float
     tensors: Tensors
-    compute: Callable[[], None]
+    factor: int
     future: Future[list[torch.Tensor]]
 
 
@@ -155,15 +136,20 @@ class TimerNetwork:
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
         threading.Thread(target=_deliver, args=(self._queue,), name="dp_compile simulated group", daemon=True).start()
 
-    def send(self, seconds: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
+    def send(self, seconds: float, tensors: Tensors, factor: int) -> dist.Work:
         future: Future[list[torch.Tensor]] = Future()
         with self._lock:
             self._free_s = max(time.monotonic(), self._free_s) + seconds
-            self._queue.put(_Sent(self._free_s, tensors, compute, future))
+            self._queue.put(_Sent(self._free_s, tensors, factor, future))
         return _Timed(future)
 
     def close(self) -> None:
         self._queue.put(None)
+
+
+def _multiply(tensors: Tensors, factor: int) -> None:
+    for tensor in tensors if factor != 1 else ():
+        tensor.mul_(factor)
 
 
 def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
@@ -171,7 +157,7 @@ def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
     with torch.no_grad():
         while (sent := queue.get()) is not None:
             try:
-                sent.compute()
+                _multiply(sent.tensors, sent.factor)
             except Exception as error:  # `wait` raises it
                 sent.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
                 continue
@@ -180,7 +166,7 @@ def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
             del sent  # the thread may wait for long in `get`, and would hold the tensors
 
 
-@_hidden_from_dynamo
+@hidden_from_dynamo
 class _Timed(dist.Work):
     def __init__(self, future: Future[list[torch.Tensor]]) -> None:
         super().__init__()
@@ -209,14 +195,14 @@ class StreamNetwork:
         self._arithmetic = torch.cuda.Stream(device)
         self._cycles_per_s = _cycles_per_s(self._wire)
 
-    def send(self, seconds: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
+    def send(self, seconds: float, tensors: Tensors, factor: int) -> dist.Work:
         ready = torch.cuda.current_stream(self._device).record_event()
         self._wire.wait_event(ready)
         with torch.cuda.stream(self._wire):
             torch.cuda._sleep(round(seconds * self._cycles_per_s))
         self._arithmetic.wait_event(ready)
         with torch.cuda.stream(self._arithmetic), torch.no_grad():
-            compute()
+            _multiply(tensors, factor)
         for tensor in tensors:  # else the allocator may reuse its memory before the arithmetic ran
             tensor.record_stream(self._arithmetic)
         self._wire.wait_stream(self._arithmetic)
@@ -226,7 +212,7 @@ class StreamNetwork:
         self._wire.synchronize()
 
 
-@_hidden_from_dynamo
+@hidden_from_dynamo
 class _Enqueued(dist.Work):
     """`wait` makes the current stream wait for the network's. The process goes on."""
 

@@ -24,7 +24,7 @@ class Suite:
     """Every workload with every mode over every network.
 
     Args:
-        workloads: built-in names, or `package.module:function` that returns a `Workload`; `modes` the same for `Mode`.
+        workloads, modes: built-in names, or `package.module:function` that returns a `Workload` or a `Mode`.
         reference: the mode that ratios are to.
         ranks: processes of a mode, except on a simulated network.
         warmup_steps: untimed steps after the first gradients, which compile.
@@ -89,11 +89,7 @@ def load(given: str) -> Suite:
 
 
 def from_dict(data: Mapping[str, Any]) -> Suite:
-    """A suite from what TOML or JSON holds.
-
-    Raises:
-        ConfigError: an unknown or missing key, or a value that is not allowed.
-    """
+    """A suite from what TOML or JSON holds; raises `ConfigError` for what is not allowed."""
     lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list | tuple)}
     try:
         networks = tuple(Network(**each) for each in lists.pop("networks", ()))

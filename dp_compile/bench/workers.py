@@ -52,7 +52,7 @@ class Rank:
 
     rank: int
     processes: int
-    trainer: Trainer | None = None
+    trainer: Trainer = field(default_factory=Trainer)
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
 
     def meet(self, backend: str, address: str, group_ranks: int | None) -> None:
@@ -99,7 +99,6 @@ class Rank:
     def steps(self, count: int) -> float:
         """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
         trainer = self.trainer
-        assert trainer is not None
         batches = [next(self.batches) for _ in range(count + trainer.defers)]
         if dist.is_initialized():
             dist.barrier()
@@ -117,7 +116,6 @@ class Rank:
 
     def end(self) -> tuple[int, Mapping[str, int]]:
         """The peak of memory since the start, and the counts of the mode."""
-        assert self.trainer is not None
         counts = self.trainer.counts()
         if torch.accelerator.is_available():
             return int(torch.accelerator.max_memory_allocated()), counts
@@ -138,16 +136,14 @@ def main(handle: int) -> None:
     connection = Connection(handle)
     rank: Rank = connection.recv()
     torch.set_num_threads(1)
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             method, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = True, getattr(rank, method)(*arguments)
-        except Exception:
-            answer = False, traceback.format_exc().rstrip()
-        connection.send(answer)
+            try:
+                answer = True, getattr(rank, method)(*arguments)
+            except Exception:
+                answer = False, traceback.format_exc().rstrip()
+            connection.send(answer)
 
 
 class Workers:
@@ -194,28 +190,28 @@ class Workers:
         Raises:
             WorkerError: a rank raised, died, or did not answer within `timeout_s`.
         """
-        asked = list(ranks or range(len(self._connections)))
-        for rank in asked:
+        waiting = {self._connections[rank]: rank for rank in ranks or range(len(self._connections))}
+        asked = list(waiting.values())
+        for connection in waiting:
             with suppress(BrokenPipeError):
-                self._connections[rank].send((method, arguments))
+                connection.send((method, arguments))
         values: dict[int, Any] = {}
         errors: list[str] = []
         deadline = time.monotonic() + timeout_s
-        waiting = {self._connections[rank]: rank for rank in asked}
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(waiting), left):
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
+            for ready in wait(list(waiting), left):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
                 try:
-                    ok, value = connection.recv()
+                    ok, value = ready.recv()
                 except (EOFError, OSError):  # a death is the cause of exceptions that other ranks raise
-                    errors.insert(0, f"rank {rank} failed in {method!r}: {self._death(rank)}")
+                    ok, value = False, self._death(rank)
+                    errors.insert(0, f"rank {rank} failed in {method!r}: {value}")
+                if ok:
+                    values[rank] = value
                 else:
-                    if ok:
-                        values[rank] = value
-                        continue
                     errors.append(f"rank {rank} failed in {method!r}: {value}")
-                deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR_S)  # others may wait for it in vain
+                    deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR_S)  # others may wait for it in vain
         if not errors and waiting:
             late, done = (", ".join(map(str, sorted(each))) or "none" for each in (waiting.values(), values))
             errors = [f"rank {late} did not answer to {method!r} within {timeout_s:g} s (answered: {done})"]

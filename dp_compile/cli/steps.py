@@ -7,13 +7,13 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dp_compile.cli.parsing import Subparsers, add_command
 from dp_compile.errors import ConfigError
 from dp_compile.insight.dumps import captures_in
 from dp_compile.insight.explain import explanation_of
-from dp_compile.insight.predict import DTYPES, Prediction, predict
+from dp_compile.insight.predict import DTYPES, predict
 from dp_compile.insight.profile import with_profile
 from dp_compile.insight.step import Step, format_ms
 from dp_compile.insight.timeline import timeline_page, timeline_picture, timeline_trace
@@ -21,6 +21,13 @@ from dp_compile.plan.cost import LINKS
 from dp_compile.plan.words import count
 
 SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _add_step(parser: Any, *, profile: bool = True) -> None:
+    parser.add_argument("step", metavar="STEP.json")
+    if profile:
+        text = "a torch.profiler trace of steps under this plan; .gz too"
+        parser.add_argument("--profile", metavar="TRACE", help=text)
 
 
 def _read_step(path: str, profile: str | None = None) -> Step:
@@ -56,8 +63,7 @@ A step file is written after a training step, by dp-compile train --save-step st
   pathlib.Path("step.json").write_text(dp_compile.step_of(model).to_json())
 """,
     )
-    parser.add_argument("step", metavar="STEP.json")
-    parser.add_argument("--profile", metavar="TRACE", help="a torch.profiler trace of steps under this plan; .gz too")
+    _add_step(parser)
     parser.add_argument("--buckets", action="store_true", help="all buckets, with members and reasons")
     parser.set_defaults(run=_explain)
 
@@ -84,9 +90,8 @@ examples:
 All times are predictions unless the step was measured; then both are shown, on one axis.
 """,
     )
-    parser.add_argument("step", metavar="STEP.json")
+    _add_step(parser)
     parser.add_argument("-o", "--output", type=Path, action="append", required=True, metavar="FILE")
-    parser.add_argument("--profile", metavar="TRACE", help="a torch.profiler trace of steps under this plan; .gz too")
     parser.set_defaults(run=_timeline)
 
 
@@ -127,7 +132,7 @@ dtypes  {", ".join(DTYPES)}
 Nothing is run and nothing is measured. Buckets are planned for each row if the step's strategy plans.
 """,
     )
-    parser.add_argument("step", metavar="STEP.json")
+    _add_step(parser, profile=False)
     parser.add_argument("--ranks", metavar="N,..", default="", help="numbers of ranks")
     parser.add_argument("--link", metavar="NAME,..", default="", help="every hop between ranks is such a link")
     parser.add_argument("--dtype", metavar="NAME,..", default="", help="in which gradients are sent")
@@ -141,22 +146,17 @@ def _predict(args: argparse.Namespace) -> int:
         ranks = [None if word is None else int(word) for word in names[0]]
     except ValueError as error:
         raise ConfigError(f"--ranks must be whole numbers with commas between them, got {args.ranks!r}.") from error
-    rows = [
-        predict(step, ranks=n, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
-        for n, link, dtype in itertools.product(ranks, *names[1:])
-    ]
-    print("\n".join(_table(rows)))
-    return 0
-
-
-def _table(rows: list[Prediction]) -> list[str]:
-    cells = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]]
-    for row in rows:
+    cells, bases = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]], []
+    for n, link, dtype in itertools.product(ranks, *names[1:]):
+        row = predict(step, ranks=n, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
         times = map(format_ms, (row.backward_s, row.exposed_s, row.end_s, row.bound_s))
         cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(row.buckets), *times])
+        bases.append(row.basis)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return [*lines, "", *dict.fromkeys(row.basis for row in rows)]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print("", *dict.fromkeys(bases), sep="\n")
+    return 0
 
 
 # --- dump -----------------------------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def _dump(args: argparse.Namespace) -> int:
             continue
         print(capture)
         for path in files:
-            text = path.read_text(encoding="utf-8")
-            launches, waits = (sum(line.startswith(mark) for line in text.splitlines()) for mark in (">> ", "<< "))
+            lines = path.read_text(encoding="utf-8").splitlines()
+            launches, waits = (sum(line.startswith(mark) for line in lines) for mark in (">> ", "<< "))
             collectives = f", {launches} launches, {waits} waits" if launches else ""
-            print(f"  {path.name:40} {count(text.count(chr(10)), 'line')}{collectives}")
+            print(f"  {path.name:40} {count(len(lines), 'line')}{collectives}")
     return 0

@@ -41,26 +41,20 @@ logger = logging.getLogger("dp_compile.dumps")
 
 ANALYSED: Final = "analysed"
 TO_INDUCTOR: Final = "to-inductor"
-CODE: Final = "code"
 STEP_FILE: Final = "step.json"
 
 _given_up: set[str] = set()
 """Directories that could not be written."""
 
 
-def dumps_wanted(root: str | None) -> bool:
-    """Whether there is a directory for dumps, or torch's structured trace is recorded."""
-    return root is not None or dynamo.structured_trace_is_on()
-
-
 class Dumps(Observer):
-    """Writes each compilation that is wanted, and afterwards the step."""
+    """Writes each compilation that is wanted, and afterwards the step of each module to its latest dump."""
 
     def __init__(self) -> None:
         self._directory: WeakKeyDictionary[Replica, Path] = WeakKeyDictionary()
 
     def compilation(self, begun: Compilation) -> Dump | None:
-        if not dumps_wanted(begun.dump_dir):
+        if begun.dump_dir is None and not dynamo.structured_trace_is_on():
             return None
         dump = Dump(begun)
         for replica in begun.replicas:
@@ -70,18 +64,13 @@ class Dumps(Observer):
         return dump
 
     def compiled(self, replicas: Sequence[Replica]) -> None:
-        """Write the step of each module to its latest dump; that of a second module with its number."""
         for ordinal, replica in enumerate(replicas):
-            if (directory := self.directory(replica)) is not None:
+            if (directory := self._directory.get(replica)) is not None:
                 path = directory / (STEP_FILE if not ordinal else f"{ordinal}-{STEP_FILE}")
                 try:
                     path.write_text(step_of_replica(replica).to_json(), encoding="utf-8")
                 except OSError as error:
                     _warn_once(str(path), error)
-
-    def directory(self, replica: Replica) -> Path | None:
-        """This rank's latest dump of a captured backward."""
-        return self._directory.get(replica)
 
 
 observer: Final = Dumps()
@@ -94,7 +83,6 @@ class Dump:
         self.directory: Path | None = None
         self._begun = begun
         self._stages: list[str] = []
-        self._notes: list[str] = []
         if begun.dump_dir is not None and begun.dump_dir not in _given_up:
             with self._giving_up():
                 rank = dist.get_rank() if dist.is_initialized() else 0
@@ -107,11 +95,12 @@ class Dump:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._giving_up():
             if error is not None:
-                self._notes.append(f"The compilation failed, later stages are missing: {type(error).__name__}: {error}")
+                what = f"{type(error).__name__}: {error}"
+                self._write("notes", f"The compilation failed, later stages are missing: {what}\n")
             elif ANALYSED not in self._stages:
-                self._notes.append("The code came from a compiler's cache: passes did not run, so stages are missing.")
-            if self._notes and self.directory is not None:
-                self._write("notes", "\n".join(self._notes) + "\n")
+                self._write(
+                    "notes", "The code is from a cache of the compiler: passes did not run, stages are missing.\n"
+                )
 
     def stage(self, name: str, graph: fx.Graph) -> None:
         """Write a graph at a stage."""
@@ -119,29 +108,26 @@ class Dump:
             text = outline(graph, node_names(graph, self._begun.plans, self._begun.inputs))
             if name == ANALYSED:
                 text += f"   {count(len(reductions_in(graph)), 'reduction')} found\n"
-            self._add(name, text, graph)
+            whole = graph.python_code("self", verbose=True, include_stride=True, include_device=True).src
+            self._add(name, text, f"\n# As torch prints it\n{whole}")
 
     def code(self, graph: fx.Graph, code: str) -> None:
         """Write the graph that code was made of, and the code."""
         if ANALYSED in self._stages:
             self.stage(TO_INDUCTOR, graph)
         with self._giving_up():
-            self._add(CODE, code)
+            self._add("code", code)
 
-    def _add(self, name: str, text: str, graph: fx.Graph | None = None) -> None:
+    def _add(self, name: str, text: str, more: str = "") -> None:
         label = f"{len(self._stages)}-{name}"
         self._stages.append(name)
         if dynamo.structured_trace_is_on():
             dynamo.trace_artifact(f"dp_compile-{label}", text)
-        if self.directory is not None:
-            if graph is not None:
-                whole = graph.python_code("self", verbose=True, include_stride=True, include_device=True).src
-                text = f"{text}\n# As torch prints it\n{whole}"
-            self._write(label, text)
+        self._write(label, text + more)
 
     def _write(self, name: str, text: str) -> None:
-        assert self.directory is not None
-        (self.directory / f"{name}.txt").write_text(text, encoding="utf-8")
+        if self.directory is not None:
+            (self.directory / f"{name}.txt").write_text(text, encoding="utf-8")
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -167,10 +153,9 @@ def _warn_once(where: str, error: Exception) -> None:
 
 def _new_directory(rank: Path) -> Path:
     """A directory that no other capture has, of this process or of an earlier run."""
-    rank.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
         path = rank / f"capture{number}"
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(parents=True)
             return path
     raise AssertionError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -31,7 +32,7 @@ SHORTEST_S: Final = 1e-9
 """What is shorter is rounding."""
 SMALLEST_GAIN: Final = 0.005
 """Of the predicted end. The model is not more exact."""
-CAPS_MB: Final = (1.0, 5.0, 25.0, math.inf)
+CAPS_MB: Final = {"1": 1.0, "5": 5.0, "25": 25.0, "math.inf": math.inf}
 COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not known", "one rank"
 
 
@@ -39,8 +40,7 @@ COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not k
 class ExplainedBucket:
     """One bucket. `reason`: why it ends with its last member. `why`: why it is exposed, or that it is not.
 
-    `released_by`: the gradient whose readiness lets it be launched; it may be of an earlier bucket, for launches keep
-    their order. `planned`: `None` if the timeline is not known.
+    `planned`: `None` if there is one rank.
     """
 
     number: int
@@ -48,7 +48,6 @@ class ExplainedBucket:
     gradients: int
     members: tuple[str, ...]
     reason: str
-    released_by: str
     why: str
     planned: PlannedBucket | None
     measured: MeasuredBucket | None
@@ -72,7 +71,7 @@ class Explanation:
     """Why a step takes as long as it takes. Print it; times in seconds after the start of the backward.
 
     `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`,
-    `exposed_s`: predicted, with a next forward if something ends under it; `None` without a timeline. `bound_s`: no
+    `exposed_s`: predicted, with a next forward if something ends under it; `None` for one rank. `bound_s`: no
     plan ends earlier (`release_time_bound`). `notes`: what has to be known to read the figures.
     """
 
@@ -110,50 +109,43 @@ def explanation_of(step: Step) -> Explanation:
             f"the plan has {len(step.plan.buckets)} buckets, {len(step.measured.buckets)} were measured. Measure under "
             "the plan that is to be explained."
         )
-    no_timeline = "there is one rank, and nothing to communicate" if step.world_size == 1 else None
-    forward_s = step.forward_s if step.has_two_halves else 0.0
-    if step.world_size == 1:
-        bound_by = ONE_RANK
-    elif not step.is_timed:
-        bound_by = NOT_KNOWN
-    else:
-        bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE
+    forward_s, alone = step.forward_s if step.has_two_halves else 0.0, step.world_size == 1
+    bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE
     return Explanation(
         step,
-        bound_by,
-        None if no_timeline else step.end_s + forward_s,
-        None if no_timeline else step.exposed_s,
+        ONE_RANK if alone else bound_by if step.is_timed else NOT_KNOWN,
+        None if alone else step.end_s + forward_s,
+        None if alone else step.exposed_s,
         step.bound_s() + forward_s,
-        tuple(_explained(step, no_timeline is None)),
-        () if no_timeline else advice_for(step),
-        tuple(_notes(step, no_timeline)),
+        tuple(_explained(step)),
+        () if alone else advice_for(step),
+        tuple(_notes(step)),
     )
 
 
-def _explained(step: Step, has_timeline: bool) -> Iterator[ExplainedBucket]:
-    """The buckets in launch order, each with the gradient that releases it: of equally ready ones the largest."""
-    planned: Sequence[PlannedBucket | None] = planned_buckets(step) if has_timeline else [None] * len(step.plan.buckets)
-    seen = step.measured.buckets if step.measured is not None else ()
-    latest_s, name, place = -1.0, "", 0
+def _explained(step: Step) -> Iterator[ExplainedBucket]:
+    """The buckets in launch order, each with the gradient that releases it: of equally ready ones the largest.
+
+    That may be of an earlier bucket, for launches keep their order.
+    """
+    alone = [None] * len(step.plan.buckets)
+    planned: Sequence[PlannedBucket | None] = alone if step.world_size == 1 else planned_buckets(step)
+    seen: Sequence[MeasuredBucket | None] = (step.measured.buckets if step.measured is not None else ()) or alone
+    latest_s, last, place = -1.0, "", 0
     for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_members(), strict=True)):
-        own_s = max(each.ready_s for each in times)
-        if own_s >= latest_s:
-            last = [member for member, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
-            latest_s, name, place = own_s, max(_gradients(last), key=lambda member: member.nbytes).label, number
-        each = planned[number]
-        why = "" if each is None else _why(step, each, name, "" if place == number else f" (bucket {place})")
+        own = [each for each in bucket.members if each.gradient.name != UNUSED_FLAGS]
+        if (own_s := max(each.ready_s for each in times)) >= latest_s:
+            ready = [each for each, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
+            released_by = [each for each in ready if each.gradient.name != UNUSED_FLAGS] or ready
+            latest_s, last, place = own_s, max(released_by, key=lambda each: each.nbytes).label, number
+        each, why = planned[number], ""
+        if each is not None:
+            why = _why(step, each, last if place == number else f"{last} (bucket {place})")
         labels = tuple(member.label for member in bucket.members)
-        gradients = sum(member.gradient.name != UNUSED_FLAGS for member in bucket.members)
-        facts = number, bucket.nbytes, gradients, labels, bucket.reason
-        yield ExplainedBucket(*facts, name, why, each, seen[number] if seen else None)
+        yield ExplainedBucket(number, bucket.nbytes, len(own), labels, bucket.reason, why, each, seen[number])
 
 
-def _gradients(members: Sequence[Any]) -> Sequence[Any]:
-    """Without the flags, unless they are alone."""
-    return [member for member in members if member.gradient.name != UNUSED_FLAGS] or members
-
-
-def _why(step: Step, planned: PlannedBucket, released_by: str, place: str) -> str:
+def _why(step: Step, planned: PlannedBucket, released_by: str) -> str:
     """Why a bucket is exposed."""
     if planned.exposed_s < SHORTEST_S:
         return "hidden"
@@ -161,9 +153,7 @@ def _why(step: Step, planned: PlannedBucket, released_by: str, place: str) -> st
         return f"next forward reads it at {_time(step, planned.needed_s)}"
     if planned.start_s > planned.ready_s + SHORTEST_S:
         return "network busy"
-    if not released_by:
-        return "all reductions start when the backward ends"
-    return f"waits for {released_by}{place}"
+    return f"waits for {released_by}"
 
 
 # --- advice ---------------------------------------------------------------------------------------------------------
@@ -185,16 +175,14 @@ def _options(step: Step) -> Iterator[Advice]:
     if not has_buckets:
         yield _gain("the default passes, which make buckets", step, _end_s(replanned(step)))
     if has_buckets and (step.is_timed or not plans):  # a plan for assumed speeds is not judged by the same assumption
-        caps = {"math.inf" if cap_mb == math.inf else f"{cap_mb:g}": cap_mb for cap_mb in CAPS_MB}
-        other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in caps.items()}
+        other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in CAPS_MB.items()}
         new = "a new plan" if step.ready.basis == MEASURED else "a new plan from measured times (replan_after=20)"
         other[new if plans else "neither bucket_cap_mb nor bucket_policy"] = replanned(step)
         option, best = min(other.items(), key=lambda item: _end_s(item[1]))
         yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, _end_s(best))
-    nominal = step.cost_source.startswith(NOMINAL)
-    if nominal or not step.is_timed:
-        ways = ["replan_after=20 (measures the backward and the link)"] if not step.is_timed else []
-        ways += ["cost=dp_compile.calibrate().cost (measures the link)"] if nominal else []
+    ways = [] if step.is_timed else ["replan_after=20 (measures the backward and the link)"]
+    ways += ["cost=dp_compile.calibrate().cost (measures the link)"] if step.cost_source.startswith(NOMINAL) else []
+    if ways:
         speeds = [replace(step, ready=replace(step.ready, backward_s=scale * step.backward_s)) for scale in (0.5, 2.0)]
         found = [_gain(" or ".join(ways), each, _end_s(replanned(each)), at_most=True) for each in speeds]
         yield max(found, key=lambda each: each.share)
@@ -228,20 +216,17 @@ def _time(step: Step, seconds: float) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    more = " " * (indent + 2)
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=" " * indent, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
-    )
+    wrapper = textwrap.TextWrapper(WIDTH, " " * indent, " " * (indent + 2))
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(text)
 
 
 def _verdict(this: Explanation) -> str:
     """The first line: what bounds the step and how much is exposed, and whether any of it was measured."""
     seen = this.step.measured
     estimate = "" if seen is not None else "Estimated, not measured: "
-    if this.bound_by == ONE_RANK:
-        return f"{estimate}one rank, nothing to communicate."
     if this.exposed_s is None:
-        return f"{estimate}what is exposed is not known."
+        return f"{estimate}one rank, nothing to communicate."
     share = this.exposed_s / this.end_s if this.end_s else 0.0
     if this.bound_by == NOT_KNOWN:
         return f"{estimate}{share:.0%} exposed if compute lasts as long as its bytes."
@@ -249,10 +234,8 @@ def _verdict(this: Explanation) -> str:
         return f"{estimate}{this.bound_by}-bound, {format_ms(this.exposed_s)} ({share:.0%}) exposed."
     forward = seen.next_forward if this.step.has_two_halves else None
     exposed_s, end_s = seen.exposed_s + seen.gather_s, seen.end_s if forward is None else forward.end_s
-    return (
-        f"{this.bound_by.capitalize()}-bound: {format_ms(exposed_s)} exposed of {format_ms(end_s)}, "
-        f"measured on rank {seen.rank}."
-    )
+    exposed = f"{format_ms(exposed_s)} exposed of {format_ms(end_s)}"
+    return f"{this.bound_by.capitalize()}-bound: {exposed}, measured on rank {seen.rank}."
 
 
 def _facts(this: Explanation) -> Iterator[str]:
@@ -264,22 +247,20 @@ def _facts(this: Explanation) -> Iterator[str]:
         f"{count(len(this.buckets), 'bucket')}, {count(gradients, 'gradient')}, {format_bytes(step.plan.nbytes)}{ways}"
     )
     if this.end_s is not None:
-        forward = step.has_two_halves
-        until, ratio = "next forward" if forward else "communication", this.end_s / (this.bound_s or 1.0)
-        predicted = (
-            f"predicted end of backward and {until} {_time(step, this.end_s)}, at best {_time(step, this.bound_s)}"
-        )
-        yield f"{predicted} ({ratio:.3f}); exposed {_time(step, this.exposed_s or 0.0)}"
+        until, ratio = "next forward" if step.has_two_halves else "communication", this.end_s / (this.bound_s or 1.0)
+        end = f"{_time(step, this.end_s)}, at best {_time(step, this.bound_s)} ({ratio:.3f})"
+        yield f"predicted end of backward and {until} {end}; exposed {_time(step, this.exposed_s or 0.0)}"
         share = "measured" if step.forward_share is not None else f"assumed, {FORWARD_SHARE:g} of the backward"
-        also = f"; next forward {_time(step, step.forward_s)} ({share})" if forward else ""
+        also = f"; next forward {_time(step, step.forward_s)} ({share})" if step.has_two_halves else ""
         also += f"; all-gathers of parameters {_time(step, step.gather_s)}" if step.gather_s else ""
         yield f"compute {_time(step, step.backward_s)}, communication {_time(step, step.communication_s)}{also}"
     if seen is not None:
         off = None if this.end_s is None or not seen.end_s or step.has_two_halves else this.end_s / seen.end_s - 1
         residual = "" if off is None else f"; predicted end {off:+.1%}"
         updates = f", updates {format_ms(seen.updates_s)}" if seen.updates_s else ""
-        later = f", {format_ms(seen.exposed_later_s + seen.gather_s)} of it after the backward"
-        exposed = format_ms(seen.exposed_s + seen.gather_s) + (later if seen.exposed_later_s + seen.gather_s else "")
+        later_s = seen.exposed_later_s + seen.gather_s
+        exposed = format_ms(seen.exposed_s + seen.gather_s)
+        exposed += f", {format_ms(later_s)} of it after the backward" if later_s else ""
         yield f"measured: compute {format_ms(seen.compute_s)}{updates}, exposed {exposed} ({seen.source}){residual}"
     length = f"; its length is measured on rank {seen.rank}" if seen and step.ready.backward_s is None else ""
     yield f"backward: {step.ready.basis}{length}"
@@ -288,33 +269,30 @@ def _facts(this: Explanation) -> Iterator[str]:
     if step.memory is not None:
         ddp = format_bytes(step.memory.ddp_nbytes)
         yield f"peak memory of the backward, simulated: {format_bytes(step.memory.nbytes)}; as torch's DDP {ddp}"
-    placed = [each for each in step.placements if each.gradient != UNUSED_FLAGS]
-    copied: dict[str, int] = {}
-    for each in placed:
-        if each.copied is not None:
-            copied[each.copied] = copied.get(each.copied, 0) + each.nbytes
-    if placed:
-        largest = sorted(copied.items(), key=lambda item: -item[1])[:3]
-        reasons = "".join(f"; {format_bytes(nbytes)}: {why}" for why, nbytes in largest)
+    if placed := [each for each in step.placements if each.gradient != UNUSED_FLAGS]:
+        copied = Counter[str]()
+        for each in placed:
+            copied[each.copied or ""] += each.nbytes
+        del copied[""]
+        reasons = "".join(f"; {format_bytes(nbytes)}: {why}" for why, nbytes in copied.most_common(3))
         total = format_bytes(sum(each.nbytes for each in placed))
-        yield f"copied into buckets: {format_bytes(sum(copied.values()))} of {total}{reasons}"
+        yield f"copied into buckets: {format_bytes(copied.total())} of {total}{reasons}"
     yield from this.notes
 
 
-def _notes(step: Step, no_timeline: str | None) -> Iterator[str]:
-    if no_timeline is not None:
-        yield f"no timeline: {no_timeline}"
+def _notes(step: Step) -> Iterator[str]:
+    if step.world_size == 1:
+        yield "no timeline: there is one rank, and nothing to communicate"
     if step.left:
         others = [bucket for number, bucket in enumerate(step.plan.buckets) if number not in step.left]
         why = ", ".join(sorted({why_not_left(bucket) or "another reader" for bucket in others}))
         left, number = len(step.left), len(step.plan.buckets)
         yield f"{left} of {number} buckets may end under the next forward{'; not: ' if why else ''}{why}"
-    for each in step.optimizers:
-        if each.stayed is False and each.left:
-            yield (
-                f"step() waits for what {each.name} defers: the forward is not one graph of "
-                'torch.compile(model, backend="dp_compile"). Predicted is a step without that overlap'
-            )
+    for each in (each for each in step.optimizers if each.stayed is False and each.left):
+        yield (
+            f"step() waits for what {each.name} defers: the forward is not one graph of "
+            'torch.compile(model, backend="dp_compile"). Predicted is a step without that overlap'
+        )
     sent: dict[tuple[str, int], list[Any]] = {}
     for one in step.ready.collectives:
         sent.setdefault((one.collective, one.ranks), []).append(one)
@@ -332,34 +310,21 @@ def _notes(step: Step, no_timeline: str | None) -> Iterator[str]:
 def _table(this: Explanation, most: int | None) -> Iterator[str]:
     """One line for each bucket; of very many those that say most, the outermost and the most exposed ones."""
     step, buckets = this.step, this.buckets
-    shown = list(range(len(buckets)))
+    shown = buckets
     if most is not None and len(buckets) > most:
-        outermost = {0, 1, len(buckets) - 2, len(buckets) - 1}
-        exposed = [0.0 if each.planned is None else each.planned.exposed_s for each in buckets]
-        by_exposure = sorted(set(shown) - outermost, key=lambda number: -exposed[number])
-        shown = sorted([*outermost, *by_exposure[: most - len(outermost)]])
+        inner = sorted(buckets[2:-2], key=lambda each: -(each.planned.exposed_s if each.planned else 0.0))
+        shown = tuple(sorted((*buckets[:2], *inner[: most - 4], *buckets[-2:]), key=lambda each: each.number))
     timed, seen = any(each.planned for each in buckets), any(each.measured for each in buckets)
-    unit = "ms" if step.is_timed else "% of the backward"
-    rows = [
-        [
-            "#",
-            "size",
-            "n",
-            *(["ready", "start", "end", "exposed"] if timed else []),
-            *(["waited"] if seen else []),
-            "why",
-        ]
-    ]
-    for each in (buckets[number] for number in shown):
-        times = () if each.planned is None else each.planned[:4]
-        cells = [_time(step, time).removesuffix(" ms").removesuffix("%") for time in times]
+    times = ["ready", "start", "end", "exposed"] if timed else []
+    rows = [["#", "size", "n", *times, *(["waited"] if seen else []), "why"]]
+    for each in shown:
+        cells = [str(each.number), format_bytes(each.nbytes), str(each.gradients)]
+        cells += [_time(step, time).removesuffix(" ms").removesuffix("%") for time in (each.planned or ())[:4]]
         cells += [format_ms(each.measured.waited_s).removesuffix(" ms")] if each.measured else []
-        rows.append(
-            [str(each.number), format_bytes(each.nbytes), str(each.gradients), *cells, each.why or each.members[0]]
-        )
+        rows.append([*cells, each.why or each.members[0]])
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     room = WIDTH - sum(widths) - 2 * len(widths)
-    about = [f"in {unit}"] * timed + ["waited is measured, in ms"] * seen
+    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["waited is measured, in ms"] * seen
     yield "Buckets in launch order, n gradients each" + (f" ({'; '.join(about)})" if about else "")
     for row in rows:
         why = row[-1] if len(row[-1]) <= room else f"{row[-1][: room // 2 - 1]}..{row[-1][-(room - room // 2 - 1) :]}"

@@ -223,42 +223,31 @@ def _check_plan(ranges: Sequence[_Range], plan: BucketPlan) -> None:
             "a loop with one of them."
         )
     expected = {number: members_in_short(bucket) for number, bucket in enumerate(plan.buckets)}
-    other = [each for each in ranges if expected.get(each.bucket) != each.members]
-    if other and any(each.bucket not in expected for each in ranges):
-        what = f"it has {count(1 + max(each.bucket for each in ranges), 'bucket')}, the plan has {len(expected)}"
-    elif other:
-        what = f"its bucket {other[0].bucket} is {other[0].members}, the plan's is {expected[other[0].bucket]}"
-    else:
-        return
-    raise ConfigError(
-        f"the trace is of another plan: {what}. Give the plan that was in use then; plans change in the first backward "
-        "and after replan_after more, so profile after that."
-    )
+    if other := next((each for each in ranges if expected.get(each.bucket) != each.members), None):
+        raise ConfigError(
+            f"the trace is of another plan: its bucket {other.bucket} is {other.members}, the plan's is "
+            f"{expected.get(other.bucket, 'not there')}. Give the plan that was in use then; plans change in the first "
+            "backward and after replan_after more, so profile after that."
+        )
 
 
 def _events(data: Mapping[str, Any]) -> list[_Event]:
     """Complete events by their begin; of equal ones the longer first."""
+    found = []
     try:
-        found = []
         for each in data["traceEvents"]:
             if each.get("ph") == "X" and each.get("cat") != _ON_GPU:
-                begin_us, place = float(each["ts"]), (each.get("pid"), each.get("tid"))
-                what, correlation = (
-                    (str(each["name"]), str(each.get("cat", ""))),
-                    each.get("args", {}).get("correlation"),
-                )
-                found.append(_Event(*what, begin_us, begin_us + float(each.get("dur", 0.0)), place, correlation))
+                begin_us, thread = float(each["ts"]), (each.get("pid"), each.get("tid"))
+                end_us, correlation = begin_us + float(each.get("dur", 0.0)), each.get("args", {}).get("correlation")
+                found.append(_Event(str(each["name"]), str(each.get("cat", "")), begin_us, end_us, thread, correlation))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"not a trace of torch.profiler: {error!r}. Give a file of export_chrome_trace.") from error
     return sorted(found, key=lambda event: (event.begin_us, -event.end_us))
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> Any:
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        data = json.loads(raw)
+        raw = path.read_bytes()
+        return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except (OSError, EOFError, ValueError) as error:
         raise ConfigError(f"cannot read {path} as a trace of torch.profiler: {error}.") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not a trace of torch.profiler. Give a file of export_chrome_trace.")
-    return data

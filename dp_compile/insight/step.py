@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
@@ -37,6 +37,9 @@ def format_ms(seconds: float) -> str:
     ms = seconds * 1e3
     digits = "0" if abs(ms) < 5e-7 else f"{ms:,.0f}" if abs(ms) >= 99.95 else f"{ms:#.3g}"
     return f"{digits if abs(ms) < 5e-7 or abs(ms) >= 1e-4 else '<0.0001'} ms"
+
+
+# --- measured -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,14 @@ class MeasuredStep:
     step_s: float | None = None
     follows: tuple[Followed, ...] = ()
 
+    def is_after(self, moment_s: float | None) -> bool:
+        """Whether a moment is after the backward."""
+        return moment_s is not None and moment_s >= self.backward_s
+
+    def lasted(self, what: str, *, after: bool) -> float:
+        """How long something that follows reductions took, in the backward or `after` it."""
+        return sum(each.seconds for each in self.follows if each.what == what and self.is_after(each.start_s) == after)
+
     @property
     def exposed_s(self) -> float:
         """How long compute stood still for communication, in the next forward too."""
@@ -97,14 +108,6 @@ class MeasuredStep:
     def exposed_later_s(self) -> float:
         """The part of it after the backward."""
         return sum(bucket.waited_s for bucket in self.buckets if self.is_after(bucket.wait_s))
-
-    def is_after(self, moment_s: float | None) -> bool:
-        """Whether a moment is after the backward."""
-        return moment_s is not None and moment_s >= self.backward_s
-
-    def lasted(self, what: str, *, after: bool) -> float:
-        """How long something that follows reductions took, in the backward or `after` it."""
-        return sum(each.seconds for each in self.follows if each.what == what and self.is_after(each.start_s) == after)
 
     @property
     def updates_s(self) -> float:
@@ -129,13 +132,11 @@ class MeasuredStep:
     @property
     def next_forward_s(self) -> float | None:
         """How long that computed: without waits, updates and all-gathers."""
-        forward = self.next_forward
-        if forward is None:
+        if (forward := self.next_forward) is None:
             return None
-        others = (each for each in self.follows if each.what in (UPDATE, GATHER))
-        inside = [each.seconds for each in others if forward.holds(each.start_s)]
-        waited = [each.waited_s for each in self.buckets if forward.holds(each.wait_s)]
-        return max(0.0, forward.seconds - sum(inside) - sum(waited))
+        inside = [each.seconds for each in self.follows if each.what != FORWARD and forward.holds(each.start_s)]
+        inside += [each.waited_s for each in self.buckets if forward.holds(each.wait_s)]
+        return max(0.0, forward.seconds - sum(inside))
 
     @property
     def end_s(self) -> float:
@@ -150,19 +151,22 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     of forward, optimizer and of all that a step has after its backward are medians of those that know it: a median of
     whole steps would be of other steps, and was seen to be shorter than its backward.
     """
+
+    def median(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
     typical = sorted(steps, key=lambda step: step.backward_s)[(len(steps) - 1) // 2]
-    after_s = _median_known([None if step.step_s is None else step.step_s - step.backward_s for step in steps])
+    after_s = median([None if step.step_s is None else step.step_s - step.backward_s for step in steps])
     return replace(
         typical,
-        forward_s=_median_known([step.forward_s for step in steps]),
-        optimizer_s=_median_known([step.optimizer_s for step in steps]),
+        forward_s=median([step.forward_s for step in steps]),
+        optimizer_s=median([step.optimizer_s for step in steps]),
         step_s=None if after_s is None else typical.backward_s + after_s,
     )
 
 
-def _median_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+# --- a step ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +175,9 @@ class Step:
 
     Args:
         mode: what reduces, as in `Report.mode`.
-        strategy: where buckets end: a name of `config.STRATEGIES`, or of a strategy of the user's.
-        world_size: ranks.
-        backend: of the process group.
-        device: type of the parameters' device.
-        plan: the buckets.
-        ready: the ready times that the plan was made from.
-        cost: what one collective costs, as the plan was made or would be judged.
-        cost_source: where `cost` is from.
+        strategy: where buckets end.
+        plan: the buckets, made from the ready times `ready`.
+        cost: what one collective costs, as the plan was made or would be judged; `cost_source`: where that is from.
         memory: the simulated peak of the captured backward.
         placements: where gradients were computed.
         refusals: what passes left alone.
@@ -203,69 +202,7 @@ class Step:
     measured: MeasuredStep | None = None
     optimizers: tuple[OptimizerRecord, ...] = ()
 
-    @property
-    def communication_s(self) -> float:
-        """All collectives one after the other: stages of buckets, and all-gathers of updated parameters."""
-        return sum(job.seconds for job in self.jobs()) + self.gather_s
-
-    @property
-    def left(self) -> frozenset[int]:
-        """The numbers of the buckets whose reductions may end under the next forward."""
-        buckets = len(self.plan.buckets)
-        crossing = (each for each in self.optimizers if each.way == OVERLAP_FORWARD and each.stayed is not False)
-        return frozenset(number for each in crossing for number in each.left if number < buckets)
-
-    @property
-    def gathers_late(self) -> bool:
-        """Whether updated parameters are all-gathered under the next forward."""
-        return any(each.left and each.stayed is not False for each in self._sharded())
-
-    @property
-    def has_two_halves(self) -> bool:
-        """Whether something of this step may end under the next forward."""
-        return bool(self.left) or self.gathers_late
-
-    @property
-    def forward_s(self) -> float:
-        """How long the next forward computes: as measured, else an assumed share of the backward."""
-        return self.backward_s * (FORWARD_SHARE if self.forward_share is None else self.forward_share)
-
-    @property
-    def forward_share(self) -> float | None:
-        """How long a forward computes as a share of its backward; `None` if it was not measured."""
-        seen = self.measured
-        if seen is None or not seen.compute_s:
-            return None
-        forward_s = seen.forward_s if seen.next_forward_s is None else seen.next_forward_s
-        return None if forward_s is None else forward_s / seen.compute_s
-
-    @property
-    def gather_s(self) -> float:
-        """How long all-gathers take, where each rank updates a shard of the parameters."""
-        gathers = sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets)
-        return sum(self._gather_s(each, gathers) for each in self._sharded())
-
-    @property
-    def gather_wait_s(self) -> float:
-        """How long compute stands still for them."""
-        if not self.gathers_late:
-            return self.gather_s
-        return sum(each.waited_s for each in gathers_under_the_forward(self))
-
-    def _sharded(self) -> list[OptimizerRecord]:
-        return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
-
-    def _gather_s(self, optimizer: OptimizerRecord, collectives: int) -> float:
-        """One of the two phases of an all-reduce."""
-        return (collectives * self.cost.alpha_s + self.cost.beta_s_per_byte * optimizer.nbytes) / 2
-
-    @property
-    def backward_s(self) -> float:
-        """How long the backward computes: as believed or measured, else as long as its bytes take on the network."""
-        if self.ready.backward_s is None and self.measured is not None:
-            return self.measured.compute_s
-        members = (member for bucket in self.plan.buckets for member in bucket.members)
-        return backward_seconds(members, self.ready, self.cost)
+    # What is known of the step
 
     @property
     def is_timed(self) -> bool:
@@ -282,25 +219,69 @@ class Step:
         """What carries stages at the same time: one link, or on two levels of network those inside and between."""
         return links_of(member.loads for bucket in self.plan.buckets for member in bucket.members)
 
-    def ready_members(self) -> list[list[ReadyGradient]]:
-        """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
-        backward_s = self.backward_s  # adds up the bytes of every gradient
-        left = self.left  # flags are launched first then: they are known when a captured backward begins
-        return [
-            ready_gradients(bucket.members, self.ready, 0.0 if left and _is_of_flags(bucket) else backward_s)
-            for bucket in self.plan.buckets
-        ]
+    @property
+    def left(self) -> frozenset[int]:
+        """The numbers of the buckets whose reductions may end under the next forward."""
+        crossing = (each for each in self.optimizers if each.way == OVERLAP_FORWARD and each.stayed is not False)
+        return frozenset(number for each in crossing for number in each.left if number < len(self.plan.buckets))
 
-    def bound_s(self) -> float:
-        """The earliest end of backward and communication of any plan: `release_time_bound`, then the all-gathers.
+    @property
+    def gathers_late(self) -> bool:
+        """Whether updated parameters are all-gathered under the next forward."""
+        return any(each.left and each.stayed is not False for each in self._sharded())
 
-        With two halves: the longer of all compute and all communication, less the next forward.
-        """
-        if self.has_two_halves:
-            return max(self.backward_s, self.communication_s - self.forward_s)
-        gradients = [member for bucket in self.ready_members() for member in bucket]
-        bound_s = release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s)
-        return bound_s + sum(self._gather_s(each, 1) for each in self._sharded())
+    @property
+    def has_two_halves(self) -> bool:
+        """Whether something of this step may end under the next forward."""
+        return bool(self.left) or self.gathers_late
+
+    def _sharded(self) -> list[OptimizerRecord]:
+        return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
+
+    # Predicted times
+
+    @property
+    def backward_s(self) -> float:
+        """How long the backward computes: as believed or measured, else as long as its bytes take on the network."""
+        if self.ready.backward_s is None and self.measured is not None:
+            return self.measured.compute_s
+        members = (member for bucket in self.plan.buckets for member in bucket.members)
+        return backward_seconds(members, self.ready, self.cost)
+
+    @property
+    def forward_s(self) -> float:
+        """How long the next forward computes: as measured, else an assumed share of the backward."""
+        return self.backward_s * (FORWARD_SHARE if self.forward_share is None else self.forward_share)
+
+    @property
+    def forward_share(self) -> float | None:
+        """How long a forward computes as a share of its backward; `None` if it was not measured."""
+        if (seen := self.measured) is None or not seen.compute_s:
+            return None
+        forward_s = seen.forward_s if seen.next_forward_s is None else seen.next_forward_s
+        return None if forward_s is None else forward_s / seen.compute_s
+
+    @property
+    def communication_s(self) -> float:
+        """All collectives one after the other: stages of buckets, and all-gathers of updated parameters."""
+        return sum(job.seconds for job in self.jobs()) + self.gather_s
+
+    @property
+    def gather_s(self) -> float:
+        """How long all-gathers take, where each rank updates a shard of the parameters."""
+        return self._gather_s(sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets))
+
+    def _gather_s(self, collectives: int) -> float:
+        """One of the two phases of an all-reduce, in so many collectives for each optimizer."""
+        each_s, nbytes = collectives * self.cost.alpha_s, [each.nbytes for each in self._sharded()]
+        return (len(nbytes) * each_s + self.cost.beta_s_per_byte * sum(nbytes)) / 2
+
+    @property
+    def gather_wait_s(self) -> float:
+        """How long compute stands still for them."""
+        if not self.gathers_late:
+            return self.gather_s
+        return sum(each.waited_s for each in gathers_under_the_forward(self))
 
     @property
     def end_s(self) -> float:
@@ -315,6 +296,34 @@ class Step:
         """How long compute is predicted to stand still for communication."""
         return self.end_s - self.backward_s
 
+    def bound_s(self) -> float:
+        """The earliest end of backward and communication of any plan: `release_time_bound`, then the all-gathers.
+
+        With two halves: the longer of all compute and all communication, less the next forward.
+        """
+        if self.has_two_halves:
+            return max(self.backward_s, self.communication_s - self.forward_s)
+        gradients = [member for bucket in self.ready_members() for member in bucket]
+        return release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s) + self._gather_s(1)
+
+    # For the models of the network
+
+    def ready_members(self) -> list[list[ReadyGradient]]:
+        """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
+        backward_s, left = self.backward_s, self.left  # each adds up something of every gradient
+        # Flags are launched first if something is left: they are known when a captured backward begins.
+        return [
+            ready_gradients(bucket.members, self.ready, 0.0 if left and _is_of_flags(bucket) else backward_s)
+            for bucket in self.plan.buckets
+        ]
+
+    def jobs(self) -> list[Job]:
+        """The buckets as jobs of the network."""
+        members = [member for bucket in self.ready_members() for member in bucket]
+        ends = list(accumulate(len(bucket.members) for bucket in self.plan.buckets))
+        buckets = tuple(tuple(range(start, end)) for start, end in pairwise([0, *ends]))
+        return jobs_of(members, buckets, self.cost)
+
     def crossing_jobs(self) -> tuple[CrossingJob, ...]:
         """The buckets as jobs of a network that works under the next forward too."""
         given = self.ready, self.cost, self.backward_s
@@ -324,15 +333,15 @@ class Step:
         )
         return tuple(job._replace(ready_s=0.0) if _is_of_flags(job.bucket) else job for job in jobs)
 
-    def jobs(self) -> list[Job]:
-        """The buckets as jobs of the network."""
-        members = [member for bucket in self.ready_members() for member in bucket]
-        ends = list(accumulate(len(bucket.members) for bucket in self.plan.buckets))
-        buckets = tuple(tuple(range(start, end)) for start, end in pairwise([0, *ends]))
-        return jobs_of(members, buckets, self.cost)
+    # Files
 
     def to_json(self) -> str:
-        return json.dumps({"version": STEP_VERSION} | _plain(self))
+        data: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE}
+        data |= {"plan": self.plan.to_dict(), "ready": json.loads(self.ready.to_json())}
+        for name in _READERS.keys() - data.keys():
+            value = getattr(self, name)
+            data[name] = [asdict(each) for each in value] if isinstance(value, tuple) else value and asdict(value)
+        return json.dumps({"version": STEP_VERSION} | data)
 
     @staticmethod
     def from_json(text: str) -> Step:
@@ -343,15 +352,39 @@ class Step:
         """
         try:
             data = dict(json.loads(text))
-            version = data.pop("version")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
-        if version != STEP_VERSION:
-            raise ConfigError(f"the step file is of version {version!r}, readable is {STEP_VERSION}. Save it again.")
-        try:
-            return _step(data)
+            if (version := data.pop("version")) == STEP_VERSION:
+                return Step(**data | {name: read(data[name]) for name, read in _READERS.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
+        raise ConfigError(f"the step file is of version {version!r}, readable is {STEP_VERSION}. Save it again.")
+
+
+def _each(kind: Callable[..., Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    return lambda given: tuple(kind(**each) for each in given)
+
+
+def _measured(given: dict[str, Any]) -> MeasuredStep:
+    followed = tuple(Followed(*each) for each in given["follows"])
+    return MeasuredStep(**given | {"buckets": _each(MeasuredBucket)(given["buckets"]), "follows": followed})
+
+
+_AS_THEY_ARE: Final = tuple("mode strategy world_size device cost_source backwards".split())
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "backend": lambda given: Backend(**given),
+    "plan": BucketPlan.from_dict,
+    "ready": lambda given: ReadyTimes.from_json(json.dumps(given)),
+    "cost": AllReduceCost.from_dict,
+    "memory": lambda given: given and PeakMemory(**given),
+    "placements": _each(Placement),
+    "refusals": _each(Refusal),
+    "backwards": lambda given: tuple((str(way), int(times)) for way, times in given),
+    "measured": lambda given: given and _measured(given),
+    "optimizers": lambda given: tuple(OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in given),
+}
+"""By field what makes it of the JSON."""
+
+
+# --- predicted buckets ----------------------------------------------------------------------------------------------
 
 
 def _is_of_flags(bucket: Bucket) -> bool:
@@ -377,17 +410,18 @@ class PlannedBucket(NamedTuple):
 def planned_buckets(step: Step) -> list[PlannedBucket]:
     """The predicted timeline: a link carries one stage at a time, in the order of the launches.
 
-    Deferred buckets are launched when the backward ends. The next forward follows at once; updates are not counted.
+    The next forward follows at once; updates are not counted.
 
     Source: the models of `plan/network.py` (MG-WFBP, arXiv 1912.09268) and `plan/crossing.py`.
     """
-    if step.left:
-        return [
-            PlannedBucket(*times, each.waited_s, needed_s=each.needed_s if number in step.left else None)
-            for number, each in enumerate(arrivals(step.crossing_jobs()))
-            for times in [(each.ready_s, each.start_s, each.finish_s)]
-        ]
-    return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
+    if not step.left:
+        return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
+    return [
+        PlannedBucket(each.ready_s, each.start_s, each.finish_s, each.waited_s, (), each.needed_s)
+        if number in step.left
+        else PlannedBucket(each.ready_s, each.start_s, each.finish_s, each.waited_s)
+        for number, each in enumerate(arrivals(step.crossing_jobs()))
+    ]
 
 
 def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
@@ -401,41 +435,3 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
             needed_s = from_s + step.forward_s * read
             jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))
     return arrivals(in_order_of_need(jobs))
-
-
-def _plain(step: Step) -> dict[str, Any]:
-    names = "mode", "strategy", "world_size", "device", "cost_source"
-    data = {name: getattr(step, name) for name in names}
-    data |= {
-        "backend": asdict(step.backend),
-        "plan": step.plan.to_dict(),
-        "ready": json.loads(step.ready.to_json()),
-        "cost": asdict(step.cost),
-    }
-    data["backwards"] = [list(each) for each in step.backwards]
-    for name in ("memory", "measured"):
-        data[name] = None if getattr(step, name) is None else asdict(getattr(step, name))
-    for name in ("placements", "refusals", "optimizers"):
-        data[name] = [asdict(record) for record in getattr(step, name)]
-    return data
-
-
-def _step(data: dict[str, Any]) -> Step:
-    measured = data["measured"]
-    if measured is not None:
-        buckets = tuple(MeasuredBucket(**each) for each in measured["buckets"])
-        follows = tuple(Followed(*each) for each in measured["follows"])
-        measured = MeasuredStep(**measured | {"buckets": buckets, "follows": follows})
-    records: dict[str, Any] = {
-        "backend": Backend(**data["backend"]),
-        "plan": BucketPlan.from_dict(data["plan"]),
-        "ready": ReadyTimes.from_json(json.dumps(data["ready"])),
-        "cost": AllReduceCost.from_dict(data["cost"]),
-        "memory": None if data["memory"] is None else PeakMemory(**data["memory"]),
-        "placements": tuple(Placement(**each) for each in data["placements"]),
-        "refusals": tuple(Refusal(**each) for each in data["refusals"]),
-        "backwards": tuple((str(way), int(times)) for way, times in data["backwards"]),
-        "measured": measured,
-        "optimizers": tuple(OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in data["optimizers"]),
-    }
-    return Step(**data | records)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.errors import ConfigError
 
 AFTER_FIRST_ERROR_S: Final = 15.0
 GLOO_TIMEOUT_S: Final = 60.0
@@ -41,8 +40,6 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, method: str = "spawn") -> None:
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError(f"world_size must be an integer >= 1, got {world_size!r}.")
         self.world_size, self.method = world_size, method
         self._processes: list[Any] = []
         self._connections: list[Connection] = []

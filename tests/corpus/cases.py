@@ -11,9 +11,11 @@ import gc
 import os
 import random
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -34,13 +36,11 @@ class Case:
     """One way in which a report says that things go wrong.
 
     `names`: an error whose text one of these patterns finds, or a parameter's name, is a named one. `faulty`: ranks
-    with which something is wrong; only what the others say counts.
+    with which something is wrong; only what the others report counts. `torch_may_say_so`: it is refused for every user
+    of `torch.compile`, by torch. `known`: subjects of ours that are neither right nor refuse, and why.
     """
 
     name: str
-    threads: tuple[str, ...]
-    symptom: str
-    right: str
     build: Callable[[], nn.Module]
     train: Train
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,6 @@ class Case:
     if_not_refused: str = "no error on any rank"
     a_warning_counts: bool = False
     torch_may_say_so: bool = False
-    """What ours has to name is torch's to say: it is refused for every user of `torch.compile`."""
     faulty: tuple[int, ...] = ()
     limit_s: float = 90.0
     group_timeout_s: float = 20.0
@@ -61,7 +60,6 @@ class Case:
     backend: str = "aot_eager"
     truth_dtype: torch.dtype = torch.float32
     known: Mapping[str, str] = field(default_factory=dict)
-    """Of subjects of ours that are neither right nor refuse: why, to be cured."""
 
     @property
     def row(self) -> int:
@@ -69,43 +67,18 @@ class Case:
         return int(self.name.rstrip("abc"))
 
 
+REPORTS: Final[dict[str, dict[str, str]]] = tomllib.loads(Path(__file__).with_name("reports.toml").read_text())
 CASES: Final[dict[str, Case]] = {}
 
 
-def case(name: str, threads: str, symptom: str, right: str, build: Callable[[], nn.Module], **more: Any) -> Any:
+def case(name: str, build: Callable[[], nn.Module], **more: Any) -> Any:
     """Register a function as the training of a case."""
 
     def register(train: Train) -> Train:
-        CASES[name] = Case(name, tuple(threads.split()), symptom, right, build, train, **more)
+        CASES[name] = Case(name, build, train, **more)
         return train
 
     return register
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A report that two processes on a CPU cannot show."""
-
-    row: int
-    threads: tuple[str, ...]
-    symptom: str
-    needs: str
-
-
-ELSEWHERE: Final = (
-    Elsewhere(
-        18,
-        ("pytorch#169545", "pytorch#139207", "pytorch#140395"),
-        '`mode="reduce-overhead"` with accumulation: the next replay of the CUDA graph overwrites `.grad`',
-        "needs a GPU",
-    ),
-    Elsewhere(
-        27,
-        ("pytorch#107372", "pytorch#100239"),
-        "SyncBatchNorm under DDP and compile breaks graphs, or differs",
-        "needs two GPUs",
-    ),
-)
 
 
 def plain(side: Side) -> None:
@@ -117,9 +90,6 @@ def plain(side: Side) -> None:
 
 @case(
     "1",
-    "pytorch#187732 accelerate#3679 pytorch#143580 lightning#19354",
-    "`static_graph=True` and `no_sync` from the first backward on: an internal assert, or nothing is reduced again",
-    "gradients of the joint batch; no collective in a local micro-batch, some in each other one",
     models.ThreeLayers,
     options={"static_graph": True},
     names=("static_graph",),
@@ -136,14 +106,7 @@ def static_graph_and_no_sync(side: Side) -> list[bool]:
     return reduced
 
 
-@case(
-    "2",
-    "pytorch#175024",
-    "two forwards, then one backward, with BatchNorm: the broadcast of buffers is an in-place operation in between",
-    "trains; buffers of the first rank everywhere",
-    models.Normed,
-    buffers_everywhere=True,
-)
+@case("2", models.Normed, buffers_everywhere=True)
 def siamese(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         one, other = (side.run(side.batch(rank, number)) for number in (step, step + 50))
@@ -162,13 +125,10 @@ def _switched(side: Side, trainable: bool) -> None:
         side.backward(side.square, step)
 
 
+# Plain torch.compile of 2.11 gives it no gradient either (cured by pytorch#177158).
 @case(
     "3a",
-    "pytorch#139476 dingo#407",
-    "a frozen part is unfrozen after some steps, and never trains, or by each rank alone",
-    "trains, or an error that names the parameter",
     lambda: models.Halves(frozen=True),
-    # Plain torch.compile of 2.11 gives it no gradient either (cured by pytorch#177158).
     known={"ours": "torch 2.11 does not compile a forward again whose parameter was unfrozen"}
     if torch.__version__ < (2, 12)
     else {},
@@ -177,27 +137,12 @@ def unfrozen(side: Side) -> None:
     _switched(side, True)
 
 
-@case(
-    "3b",
-    "pytorch#139476 dingo#407",
-    "a part is frozen after some steps: what is left is not reduced",
-    "trains, or an error that names the parameter",
-    models.Halves,
-    names=("find_unused_parameters",),
-)
+@case("3b", models.Halves, names=("find_unused_parameters",))
 def frozen(side: Side) -> None:
     _switched(side, False)
 
 
-@case(
-    "4",
-    "pytorch#196227",
-    "stochastic depth and a Python float in the forward: partitions that return numbers crash `DDPOptimizer`",
-    "as in one process",
-    models.StochasticDepth,
-    options={"find_unused_parameters": True, "bucket_cap_mb": 1.0},
-    limit_s=300.0,
-)
+@case("4", models.StochasticDepth, options={"find_unused_parameters": True, "bucket_cap_mb": 1.0}, limit_s=300.0)
 def stochastic_depth(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         random.seed(step)
@@ -210,14 +155,7 @@ def stochastic_depth(side: Side) -> None:
 # --- parameters of other kinds --------------------------------------------------------------------------------------
 
 
-@case(
-    "5a",
-    "pytorch#158753",
-    "complex parameters beside real ones, with a local micro-batch: the imaginary part of the gradient is zero",
-    "as in one process",
-    models.Complex,
-    names=("complex",),
-)
+@case("5a", models.Complex, names=("complex",))
 def complex_parameters(side: Side) -> None:
     for step in side.steps(3):
         for micro in range(2):
@@ -226,15 +164,7 @@ def complex_parameters(side: Side) -> None:
                 side.backward(side.square, number)
 
 
-@case(
-    "5b",
-    "pytorch#158753",
-    "complex parameters under a comm hook that compresses to float16: the imaginary part is dropped",
-    "as in one process within the rounding of float16, or an error that names the parameter",
-    models.Complex,
-    names=("complex",),
-    rtol=5e-3,
-)
+@case("5b", models.Complex, names=("complex",), rtol=5e-3)
 def complex_compressed(side: Side) -> None:
     if not side.is_truth:
         if not hasattr(side.wrapped, "register_comm_hook"):
@@ -243,14 +173,7 @@ def complex_compressed(side: Side) -> None:
     plain(side)
 
 
-@case(
-    "5c",
-    "pytorch#158753",
-    "complex parameters whose optimizer is sharded over the ranks and runs in the backward",
-    "as in one process, or an error that names the parameter",
-    models.Complex,
-    names=("complex",),
-)
+@case("5c", models.Complex, names=("complex",))
 def complex_sharded(side: Side) -> None:
     if not side.is_truth:
         if not side.ours:
@@ -270,101 +193,45 @@ def _words(side: Side, used_by: tuple[int, ...]) -> None:
     side.train(loss, 3)
 
 
-@case(
-    "6a",
-    "pytorch#150656",
-    "an embedding with `sparse=True` under compile",
-    "as in one process, or an error of the wrapper that names the parameter",
-    models.Words,
-    names=("words",),
-)
+@case("6a", models.Words, names=("words",))
 def sparse(side: Side) -> None:
     _words(side, (0, 1))
 
 
-@case(
-    "6b",
-    "pytorch#80496",
-    "an embedding with `sparse=True` that one rank does not use, with `find_unused_parameters`",
-    "as in one process, or an error of the wrapper that names the parameter",
-    models.Words,
-    options={"find_unused_parameters": True},
-    names=("words",),
-)
+@case("6b", models.Words, options={"find_unused_parameters": True}, names=("words",))
 def sparse_on_one_rank(side: Side) -> None:
     _words(side, (0,))
 
 
-case(
-    "15a",
-    "pytorch#158936 ao#1665 DiffSynth-Studio#1674",
-    "a frozen weight that is a tensor subclass (NF4, int8) breaks the broadcast at the start",
-    "what is trainable trains",
-    lambda: models.OnScaled(frozen=True),
-)(plain)
+case("15a", lambda: models.OnScaled(frozen=True))(plain)
 
 
-case(
-    "15b",
-    "ao#2586 TransformerEngine#1135",
-    "a trainable weight that is a tensor subclass breaks the copy into buckets",
-    "as in one process, or an error that names the parameter",
-    lambda: models.OnScaled(frozen=False),
-)(plain)
+case("15b", lambda: models.OnScaled(frozen=False))(plain)
 
 
 # --- recomputation and backwards in backwards -----------------------------------------------------------------------
 
 
-@case(
-    "7",
-    "pytorch#109191",
-    "a checkpointed part that is called directly, past the wrapper: its gradients are not synchronised",
-    "as in one process, or an error",
-    models.Halves,
-)
+@case("7", models.Halves)
 def past_the_wrapper(side: Side) -> None:
     trunk, head = side.model.get_submodule("trunk"), side.model.get_submodule("head")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = head(torch.tanh(checkpoint(trunk, x, use_reentrant=False)))
-        return result
+        return head(torch.tanh(checkpoint(trunk, x, use_reentrant=False)))
 
     run = side.compile(forward)
     side.train(lambda rank, step: run(side.batch(rank, step)).square().mean(), 3)
 
 
-@case(
-    "8a",
-    "accelerate#3536 peft#951 YOLO-Master#125",
-    'one LoRA adapter in two segments with reentrant checkpoints: "marked ready twice"',
-    "one reduction of the summed gradient",
-    models.SharedLora,
-)
+@case("8a", models.SharedLora)
 def lora_in_two_checkpoints(side: Side) -> None:
     side.train(lambda rank, step: side.run(side.batch(rank, step).requires_grad_()).square().mean(), 3)
 
 
-case(
-    "8b",
-    "kernels-community#1083",
-    "a tiled MLP, whose backward runs three backwards that add to the same parameters",
-    "one reduction of the summed gradient",
-    models.Tiled,
-)(plain)
+case("8b", models.Tiled)(plain)
 
 
-@case(
-    "9",
-    "peft#3020",
-    "LoRA with dropout under checkpoint and Inductor: an error, or another dropout mask in the recomputation",
-    "the gradient belongs to the mask of the forward",
-    models.CheckpointedLora,
-    backend="inductor",
-    compares=False,
-    limit_s=240.0,
-    group_timeout_s=60.0,
-)
+@case("9", models.CheckpointedLora, backend="inductor", compares=False, limit_s=240.0, group_timeout_s=60.0)
 def lora_dropout(side: Side) -> None:
     """The gradient of `up`, whose output is summed, is the sum of what it was given."""
     if side.is_truth:
@@ -374,8 +241,7 @@ def lora_dropout(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         result, hidden = side.run(side.batch(rank, step, rows=8))
         given[:] = [hidden]
-        total: torch.Tensor = result.sum()
-        return total
+        return result.sum()
 
     for step in side.steps(2):
         side.backward(loss, step)
@@ -390,38 +256,21 @@ def lora_dropout(side: Side) -> None:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor, also of a DTensor."""
-    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return result
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@case(
-    "19a",
-    "pytorch#181581 pytorch#183603 pytorch#47562",
-    "a gradient penalty (WGAN-GP): the double backward is lost, or not reduced",
-    "as in one process, or an error that says that there is no double backward",
-    models.Critic,
-    names=("double backward",),
-    torch_may_say_so=True,
-)
+@case("19a", models.Critic, names=("double backward",), torch_may_say_so=True)
 def gradient_penalty(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         x = side.batch(rank, step).requires_grad_()
         score = side.run(x)
         (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        result: torch.Tensor = score.mean() + (slope.norm(dim=1) - 1).square().mean()
-        return result
+        return score.mean() + (slope.norm(dim=1) - 1).square().mean()
 
     side.train(loss, 3)
 
 
-@case(
-    "19b",
-    "pytorch#91469 pytorch#47562",
-    "`torch.autograd.grad(loss, parameters)` put into `.grad` by the user: nothing is reduced, without a word",
-    "as in one process, or an error or a warning that names a parameter",
-    models.ThreeLayers,
-    a_warning_counts=True,
-)
+@case("19b", models.ThreeLayers, a_warning_counts=True)
 def autograd_grad(side: Side) -> None:
     if hasattr(side.wrapped, "reshard"):
         raise NotOffered("parameters are other ones in the forward")
@@ -438,22 +287,8 @@ def autograd_grad(side: Side) -> None:
 # --- ranks that differ ----------------------------------------------------------------------------------------------
 
 
-@case(
-    "10a",
-    "trl#6617 torchtitan#4777",
-    "text without images on one rank, later on all, with `find_unused_parameters`",
-    "as in one process",
-    models.Towers,
-    options={"find_unused_parameters": True},
-)
-@case(
-    "10b",
-    "trl#6617 torchtitan#4777",
-    "text without images on one rank, without `find_unused_parameters`: a hang, or an error that names nothing",
-    "an error on every rank that names the tower's parameters, or as in one process",
-    models.Towers,
-    names=("vision",),
-)
+@case("10a", models.Towers, options={"find_unused_parameters": True})
+@case("10b", models.Towers, names=("vision",))
 def towers(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         has_image = step == 0 or (rank == 0 and step < 3)
@@ -465,9 +300,6 @@ def towers(side: Side) -> None:
 
 @case(
     "11",
-    "Automodel#2468 WeatherGenerator#2718",
-    "one rank skips the backward of a bad batch: the ranks are one step apart, and one of them hangs in the end",
-    "an error that names the rank",
     models.ThreeLayers,
     names=("rank 1",),
     has_to_be_refused=True,
@@ -491,9 +323,6 @@ def skipped_backward(side: Side) -> None:
 
 @case(
     "13",
-    "pytorch#76282",
-    "a step that `GradScaler` skips on one rank also skips its averaging of parameters: the other one hangs",
-    "all ranks average together",
     models.ThreeLayers,
     names=(r"rank(\(s\))? [01]",),
     compares=False,
@@ -555,9 +384,6 @@ def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
 
 @case(
     "21a",
-    "nanochat#722 flyte-sdk#698",
-    "a warm cache on one rank, a cold one on the other: the time to compile counts against the time-out",
-    "the ranks wait",
     models.ThreeLayers,
     group_timeout_s=4.0,
     known={"ours": "compiling a forward counts against the group's time-out; on a loaded machine the error takes 15 s"},
@@ -571,17 +397,7 @@ def slow_compile(side: Side) -> None:
     plain(side)
 
 
-@case(
-    "21b",
-    "pytorch#133374",
-    "one rank runs out of memory in its backward: the others wait until the time-out of the group",
-    "an error on the others within seconds that names the rank",
-    models.ThreeLayers,
-    names=("rank 1",),
-    has_to_be_refused=True,
-    faulty=(1,),
-    group_timeout_s=5.0,
-)
+@case("21b", models.ThreeLayers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=5.0)
 def out_of_memory(side: Side) -> None:
     if side.is_truth:
         return
@@ -589,22 +405,12 @@ def out_of_memory(side: Side) -> None:
     try:
         for step in side.steps(4):
             models.Fault.armed = step == 2 and side.ranks == (1,)
-            side.backward(lambda rank, step: models.Fault.apply(side.run(side.batch(rank, step))).sum(), step)  # type: ignore[no-untyped-call]
+            side.backward(lambda rank, step: models.Fault.apply(side.run(side.batch(rank, step))).sum(), step)
     finally:
         models.Fault.armed = False
 
 
-@case(
-    "32",
-    "pytorch#164529 pytorch#186298 pytorch#187381",
-    "a rank dies: the group cannot go on without a restart",
-    "goes on with the others, or an error that names the rank",
-    models.ThreeLayers,
-    names=("rank 1",),
-    has_to_be_refused=True,
-    faulty=(1,),
-    group_timeout_s=3.0,
-)
+@case("32", models.ThreeLayers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=3.0)
 def a_rank_dies(side: Side) -> None:
     if side.is_truth:
         return
@@ -619,9 +425,6 @@ def a_rank_dies(side: Side) -> None:
 
 @case(
     "16",
-    "pytorch#187445 pytorch#187449",
-    "a ResNet under eager and under compiled DDP differs: small buckets, views of buckets, accumulation, clipping",
-    "within the rounding of float32 of one process in float64",
     models.ResNet,
     options={"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True},
     truth_dtype=torch.float64,
@@ -639,15 +442,7 @@ def resnet(side: Side) -> None:
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
 
 
-@case(
-    "17",
-    "pytorch#185752 torchtitan#2622 pytorch-image-models#2003",
-    "keys with `module.` or `_orig_mod.`: a checkpoint of the wrapped model does not load into the plain one",
-    "the wrapper adds nothing: the keys of the same module in one process, compiled in the same way",
-    models.ThreeLayers,
-    compares=False,
-    returns="keys of the state dict",
-)
+@case("17", models.ThreeLayers, compares=False, returns="keys of the state dict")
 def keys(side: Side) -> None:
     """Wrapped first or compiled first, in place or not; `torch.compile` itself adds `_orig_mod.` without a wrapper."""
     if side.subject is None:
@@ -692,14 +487,7 @@ def _checkpointed() -> nn.Module:
     return module
 
 
-@case(
-    "24",
-    "pytorch#128696 pytorch#45968",
-    "memory of buckets stays allocated between steps, though gradients were set to `None`",
-    "nothing stays allocated, in buckets below 32 MiB on CPUs",
-    models.ThreeLayers,
-    compares=False,
-)
+@case("24", models.ThreeLayers, compares=False)
 def memory_between_steps(side: Side) -> None:
     if side.is_truth:
         return
@@ -735,15 +523,7 @@ def allocated() -> int:
     return int(found.mapped + found.used)
 
 
-@case(
-    "25",
-    "LoongForge#223 LoongForge#231 ColossalAI#5926",
-    "gradients in eight bits hurt norms and biases, which cannot be exempted",
-    "gradients of norms are exact, and the loss is within 0.5 %",
-    models.PreNorm,
-    compares=False,
-    returns="gradient of a norm",
-)
+@case("25", models.PreNorm, compares=False, returns="gradient of a norm")
 def eight_bits(side: Side) -> Any:
     if side.subject is not None:
         if not side.ours:
@@ -771,15 +551,7 @@ def eight_bits(side: Side) -> Any:
 _expected_loss: list[float] = []
 
 
-@case(
-    "28",
-    "accelerate#4219 pytorch#180501 VeOmni#1086 Automodel#2875",
-    "clipping of DTensors beside plain parameters raises, or gives each rank another norm",
-    "the norm of one process, on all ranks",
-    models.HalvesAndNorm,
-    compares=False,
-    returns="norm",
-)
+@case("28", models.HalvesAndNorm, compares=False, returns="norm")
 def clipped_dtensors(side: Side) -> Any:
     """A mesh of 1 x 2: tensor parallel over both ranks, all of which see the same batch."""
     if side.is_truth:
@@ -798,14 +570,7 @@ def clipped_dtensors(side: Side) -> Any:
     return whole(clip(model.parameters(), 0.1))
 
 
-@case(
-    "30",
-    "torchrec#4666 pytorch#192281",
-    "from torch 2.15 on `nccl` is another backend, with other error texts: code that compares names goes astray",
-    "the same plan for every class of NCCL groups",
-    models.ThreeLayers,
-    compares=False,
-)
+@case("30", models.ThreeLayers, compares=False)
 def backend_names(side: Side) -> None:
     """Without a GPU: what is read from a class that has the backend's name."""
     if side.is_truth:

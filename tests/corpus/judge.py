@@ -130,7 +130,7 @@ def _judged(case_name: str, subject_name: str) -> Outcome:
         except Exception as error:
             return _raised(error, case, subject, names, time.monotonic() - clock.began)
         finally:
-            side = truth = returned = expected = None  # type: ignore[assignment]
+            side = truth = returned = expected = None
     return Outcome(RIGHT)
 
 

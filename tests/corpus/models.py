@@ -18,8 +18,7 @@ class ThreeLayers(nn.Module):
         self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-        return result
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
 class Wide(nn.Module):
@@ -44,8 +43,7 @@ class Halves(nn.Module):
         self.trunk.requires_grad_(not frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(torch.tanh(self.trunk(x)))
-        return result
+        return self.head(torch.tanh(self.trunk(x)))
 
 
 class HalvesAndNorm(Halves):
@@ -56,8 +54,7 @@ class HalvesAndNorm(Halves):
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(super().forward(x))
-        return result
+        return self.norm(super().forward(x))
 
 
 class Normed(nn.Module):
@@ -68,8 +65,7 @@ class Normed(nn.Module):
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
-        return result
+        return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 class MaybeSkipped(nn.Module):
@@ -98,8 +94,7 @@ class StochasticDepth(nn.Module):
         x = self.stem(x)
         x = self.blocks[0](x, scale)
         x = self.blocks[1](torch.tanh(self.middle(x)), scale)
-        result: torch.Tensor = self.head(x) / rows
-        return result
+        return self.head(x) / rows
 
 
 class Complex(nn.Module):
@@ -112,8 +107,7 @@ class Complex(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.complex(self.first(x), torch.ones_like(x[:, :1]).expand(-1, 8)) @ self.spectral
-        result: torch.Tensor = self.last(torch.cat([hidden.real, hidden.imag], 1))
-        return result
+        return self.last(torch.cat([hidden.real, hidden.imag], 1))
 
 
 class Words(nn.Module):
@@ -124,8 +118,7 @@ class Words(nn.Module):
         self.words, self.head = nn.Embedding(20, 6, sparse=True), nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
-        result: torch.Tensor = self.head(x if words is None else x + self.words(words))
-        return result
+        return self.head(x if words is None else x + self.words(words))
 
 
 class Lora(nn.Module):
@@ -161,14 +154,12 @@ class SharedLora(nn.Module):
         self.lora, self.head = Lora(), nn.Linear(6, 6)
 
     def segment(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.tanh(self.lora(x)[0])
-        return result
+        return torch.tanh(self.lora(x)[0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = checkpoint(self.segment, x, use_reentrant=True)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class InTiles(torch.autograd.Function):
@@ -204,8 +195,7 @@ class Tiled(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(InTiles.apply(self.stem(x), self.mlp))
-        return result
+        return self.head(InTiles.apply(self.stem(x), self.mlp))
 
 
 class Towers(nn.Module):
@@ -219,8 +209,7 @@ class Towers(nn.Module):
         hidden = self.text(text)
         if image is not None:
             hidden = hidden + self.vision(image)
-        result: torch.Tensor = self.head(torch.tanh(hidden))
-        return result
+        return self.head(torch.tanh(hidden))
 
 
 class Fault(torch.autograd.Function):
@@ -257,8 +246,7 @@ class ResNet(nn.Module):
         x = torch.relu(self.norms[0](self.stem(x)))
         for norm, convolution in zip(list(self.norms)[1:], self.convolutions, strict=True):
             x = torch.relu(x + norm(convolution(x)))
-        result: torch.Tensor = self.head(x.mean((2, 3)))
-        return result
+        return self.head(x.mean((2, 3)))
 
 
 class Critic(nn.Module):
@@ -267,8 +255,7 @@ class Critic(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(x)
-        return result
+        return self.layers(x)
 
 
 class PreNorm(nn.Module):
@@ -277,8 +264,7 @@ class PreNorm(nn.Module):
         self.first, self.norm, self.last = nn.Linear(6, 64), nn.LayerNorm(64), nn.Linear(64, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
-        return result
+        return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 # --- a parameter whose class is no `torch.Tensor` -------------------------------------------------------------------
@@ -292,7 +278,7 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Scaled = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, inner.stride(), dtype=torch.float32, device=inner.device
         )
         made.inner, made.scale = inner, scale
@@ -337,5 +323,4 @@ class OnScaled(nn.Module):
         self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.mm(x, self.weight) + self.up(self.down(x))
-        return result
+        return torch.mm(x, self.weight) + self.up(self.down(x))

@@ -76,7 +76,7 @@ class Side:
         """`function`, compiled if the subject is about compiled forwards."""
         if self.subject is None or not self.subject.compiles:
             return function
-        return torch.compile(function, backend=self.backend)  # type: ignore[no-any-return]
+        return torch.compile(function, backend=self.backend)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.subject is None else self.subject.no_sync(self.wrapped)
@@ -110,8 +110,7 @@ class Side:
 
     def square(self, rank: int, number: int) -> torch.Tensor:
         """The plainest loss."""
-        result: torch.Tensor = self.run(self.batch(rank, number)).square().mean()
-        return result
+        return self.run(self.batch(rank, number)).square().mean()
 
     def collectives(self) -> int:
         """How many collectives the default group has launched."""
@@ -151,7 +150,7 @@ class Subject:
         if self.ours:
             return dp_compile.no_sync(wrapped)
         if isinstance(wrapped, DistributedDataParallel):
-            return wrapped.no_sync()  # type: ignore[no-any-return]
+            return wrapped.no_sync()
         return _without_sync(wrapped)
 
     def backward(self, backend: str) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from corpus.cases import CASES, ELSEWHERE, Case
+from corpus.cases import CASES, REPORTS
 from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome
 from corpus.sides import SUBJECTS
 
@@ -67,12 +67,6 @@ columns of dp_compile for each change, and all of it at night (`tests/corpus/tes
 def page(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     """The page, in Markdown. A case that was not run under a subject has an empty cell."""
     notes: dict[str, int] = {}
-    rows = [(case.row, case.name, _row(case, outcomes, notes)) for case in CASES.values()]
-    empty = " |" * len(SUBJECTS)
-    rows += [
-        (each.row, str(each.row), f"| {each.row} | {_links(each.threads)} | {each.symptom}: {each.needs} |{empty}")
-        for each in ELSEWHERE
-    ]
     titles = " | ".join(each.title for each in SUBJECTS.values())
     lines = [
         HEAD.format(timeout=_timeouts()),
@@ -81,7 +75,7 @@ def page(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
         "",
         f"| row | reports | what goes wrong | {titles} |",
         "|---" * (3 + len(SUBJECTS)) + "|",
-        *(text for _, _, text in sorted(rows)),
+        *(_row(name, outcomes, notes) for name in sorted(REPORTS, key=lambda each: (int(each.rstrip("abc")), each))),
         "",
         f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {_machine()}; "
         f"{len(outcomes)} cells in {sum(each.seconds for each in outcomes.values()) / 60:.0f} minutes, "
@@ -95,9 +89,11 @@ def page(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(case: Case, outcomes: Mapping[tuple[str, str], Outcome], notes: dict[str, int]) -> str:
-    cells = [_cell(outcomes.get((case.name, subject)), notes) for subject in SUBJECTS]
-    return f"| {case.name} | {_links(case.threads)} | {case.symptom}. Right: {case.right} | {' | '.join(cells)} |"
+def _row(name: str, outcomes: Mapping[tuple[str, str], Outcome], notes: dict[str, int]) -> str:
+    cells = [_cell(outcomes.get((name, subject)), notes) for subject in SUBJECTS]
+    report = REPORTS[name]
+    what = f". Right: {report['right']}" if name in CASES else f": {report['needs']}"
+    return f"| {name} | {_links(report['threads'].split())} | {report['symptom']}{what} | {' | '.join(cells)} |"
 
 
 def _cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
@@ -116,7 +112,7 @@ def _plain(text: str) -> str:
     return re.sub(r"([\[\]*_<>|`])", r"\\\1", text)
 
 
-def _links(threads: tuple[str, ...]) -> str:
+def _links(threads: list[str]) -> str:
     found = []
     for each in threads:
         name, number = each.split("#")

@@ -96,8 +96,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -118,8 +117,7 @@ class Net(nn.Module):
         factor: Any = self.scale.sum()
         if isinstance(factor, DTensor):
             factor = factor.to_local(grad_placements=[Replicate()])
-        result: torch.Tensor = self.head(x * factor)
-        return result
+        return self.head(x * factor)
 
 
 def styles_of(style: str) -> dict[str, ParallelStyle]:

@@ -9,12 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from generate import LARGE, SMALL, Results
+from generate import CASES, Results
 
 HERE = Path(__file__).parent
 
@@ -33,17 +32,18 @@ def missing() -> str:
     return ""
 
 
-def results_of(factory: pytest.TempPathFactory, which: str, names: Iterable[str]) -> Results:
-    """Made by the first who asks, whichever of pytest's workers it is in, in a process that sees Triton."""
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Made by the first who asks, of all of pytest's workers, in a process that sees Triton."""
     if missing():
         pytest.skip(missing())
-    base = factory.getbasetemp()
+    base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    target, part = shared / f"generated_{which}.json", shared / f"generated_{which}.part"
+    target, part = shared / "generated.json", shared / "generated.part"
     folders = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("DP_COMPILE_TRITON", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(HERE / "generate.py"), str(part), *names]
-    with (shared / f"generated_{which}.lock").open("w") as lock:
+    command = [sys.executable, str(HERE / "generate.py"), str(part), *CASES]
+    with (shared / "generated.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
@@ -53,13 +53,3 @@ def results_of(factory: pytest.TempPathFactory, which: str, names: Iterable[str]
     failed = {name: result["failed"] for name, result in results.items() if "failed" in result}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
     return results
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of(tmp_path_factory, "small", SMALL)
-
-
-@pytest.fixture(scope="session")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of(tmp_path_factory, "large", LARGE)

@@ -10,7 +10,7 @@ CHUNK = 4096
 
 
 @triton.jit
-def _copy(source, target, elements, turns, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy(source, target, elements, turns, CHUNK: tl.constexpr):
     """Block b copies chunks b, b + blocks, ...; `turns` times."""
     blocks = tl.num_programs(0)
     for _ in range(turns):

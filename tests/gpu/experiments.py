@@ -16,9 +16,11 @@ import re
 import signal
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, Task, rows_of
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import dp_compile
 from dp_compile.bench import reference, simulated_group
@@ -38,6 +41,7 @@ from dp_compile.bench.modes.loop import loop_around
 from dp_compile.bench.modes.peers import wrap
 from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.insight.profile import measured_step, with_profile
+from dp_compile.insight.step import Step
 from dp_compile.insight.timeline import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -63,7 +67,7 @@ def device_of(task: Task) -> torch.device:
     return torch.device("cuda", task.rank % task.gpus) if task.device == "cuda" else torch.device("cpu")
 
 
-def open_group(task: Task, backend: str = "", *, number: int = 0, timeout_s: float = GROUP_TIMEOUT_S) -> torch.device:
+def open_group(task: Task, backend: str = "", timeout_s: float = GROUP_TIMEOUT_S) -> torch.device:
     """The default process group of this role's ranks. `backend`: NCCL, or in a rehearsal what stands for it.
 
     `device_id` is always given: from torch 2.15 on NCCL takes the device of the global rank otherwise.
@@ -76,16 +80,22 @@ def open_group(task: Task, backend: str = "", *, number: int = 0, timeout_s: flo
         import nccl_stand_in
 
         nccl_stand_in.register(backend)
-    store = dist.FileStore(f"{task.scratch}/store.{task.role}.{number}", task.ranks)
     dist.init_process_group(
         backend,
-        store=store,
+        store=dist.FileStore(f"{task.scratch}/store.{task.role}", task.ranks),
         rank=task.rank,
         world_size=task.ranks,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     return device
+
+
+def open_simulated_group(task: Task, ranks: int) -> torch.device:
+    """This process is one of so many ranks, and a collective takes next to no time."""
+    os.environ.update(simulated_group.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
+    dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=ranks)
+    return device_of(task)
 
 
 def synchronize() -> None:
@@ -96,7 +106,6 @@ def synchronize() -> None:
 def gpt(task: Task, losses: list[torch.Tensor]) -> Workload:
     """A GPT in bfloat16; `losses` gets the loss of each batch, computed in float32."""
     config = GPT_REHEARSED if task.rehearse else GPT_ON_A_GPU
-    sequences = 2 if task.rehearse else 4
 
     def loss(call: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
         inputs, targets = batch
@@ -105,7 +114,8 @@ def gpt(task: Task, losses: list[torch.Tensor]) -> Workload:
         return found
 
     def batch(generator: torch.Generator) -> Batch:
-        tokens = torch.randint(0, config.vocabulary, (sequences, config.context + 1), generator=generator)
+        shape = 2 if task.rehearse else 4, config.context + 1
+        tokens = torch.randint(0, config.vocabulary, shape, generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return Workload("gpt", lambda: GPT(config).bfloat16(), batch, loss)
@@ -115,11 +125,15 @@ class Training:
     """That GPT, trained by a mode of `dp_compile.bench`, or by what `prepare` makes of its workload."""
 
     def __init__(self, task: Task, mode: str, prepare: Callable[[Workload], Trainer] | None = None) -> None:
-        self.losses: list[torch.Tensor] = []
-        workload = reference.with_fixed_weights(gpt(task, self.losses))
+        self._losses: list[torch.Tensor] = []
+        workload = reference.with_fixed_weights(gpt(task, self._losses))
         if prepare is None:
-            prepare = rehearsed(task, mode_of(mode)).prepare
+            made: Any = mode_of(mode)
+            # A rehearsal generates no code: that takes a CPU half a minute for each mode, and tests do it.
+            quick = task.rehearse and hasattr(made, "backend")
+            prepare = (replace(made, backend="aot_eager") if quick else made).prepare
         self.trainer: Any = prepare(workload)
+        self.model: nn.Module = getattr(self.trainer, "model", nn.Module())
         self._batches = reference.batches(workload, task.rank)
 
     def steps(self, count: int) -> float:
@@ -132,20 +146,17 @@ class Training:
         synchronize()
         return (time.perf_counter() - begin_s) / count
 
-    def losses_so_far(self) -> list[float]:
-        return [float(each) for each in self.losses]
-
-
-def rehearsed(task: Task, mode: Any) -> Any:
-    """A rehearsal generates no code: that takes a CPU half a minute for each mode, and tests do it."""
-    return replace(mode, backend="aot_eager") if task.rehearse and hasattr(mode, "backend") else mode
+    def losses(self) -> list[float]:
+        """Those of all steps since the last call."""
+        found = [float(each) for each in self._losses]
+        self._losses.clear()
+        return found
 
 
 def in_turns(task: Task, roles: Sequence[str], rounds: int, work: Callable[[int], Any]) -> None:
     """`work(round)` on all ranks of one role after the other: what is timed has the GPU for itself."""
-    own = roles.index(task.role)
     for number in range(rounds):
-        turn = number * len(roles) + own
+        turn = number * len(roles) + roles.index(task.role)
         for earlier in range(max(0, turn - len(roles)), turn):
             role = roles[earlier % len(roles)]
             for rank in range(task.ranks):
@@ -163,43 +174,40 @@ def ms(seconds: float) -> str:
 
 def g1(task: Task) -> None:
     """Four processes train the same GPT, one by each mode, and take turns to be timed; "ours" compares."""
-    peers = ["python_reducer"] if task.gpus > 1 else []
-    roles = ["ours", "compute", "ddp", "ddp_compiled", *peers]
+    roles = ["ours", "compute", "ddp", "ddp_compiled", *(["python_reducer"] if task.gpus > 1 else [])]
     steps, rounds, each = (5, 2, 3) if task.rehearse else (20, 5, 10)
     # A rank alone has the gradients of plain compile; several have their average.
-    reference_role = "compute" if task.ranks == 1 else "ddp_compiled"
-    equal = f"losses of {steps} steps in bfloat16: ours equal to the bit to {reference_role}"
+    exact = "compute" if task.ranks == 1 else "ddp_compiled"
+    claims = {exact: f"losses of {steps} steps in bfloat16: ours equal to the bit to {exact}"}
     near = {role: f"losses of {steps} steps in bfloat16: ours within 1 % of {role}" for role in ("ddp", "ddp_compiled")}
     timed = {role: f"step time: ours over {role}" for role in roles[1:]}
     if task.role == "ours" and task.rank == 0:
-        task.planned(equal, *near.values(), *timed.values())
+        task.planned(*claims.values(), *near.values(), *timed.values())
     open_group(task)
     training = Training(task, task.role)
     first_s = training.steps(1)
     training.steps(steps - 1)
-    task.publish(f"losses.{task.role}.{task.rank}", training.losses_so_far())
+    own = training.losses()
     seconds: list[float] = []
+    task.publish(f"losses.{task.role}.{task.rank}", own)
     in_turns(task, roles, rounds, lambda _: seconds.append(training.steps(each)))
-    task.publish(f"times.{task.role}.{task.rank}", [first_s, statistics.median(seconds)])
+    own_s = statistics.median(seconds)
+    task.publish(f"times.{task.role}.{task.rank}", [first_s, own_s])
     if task.role != "ours" or task.rank != 0:
         return
-    own = training.losses_so_far()[:steps]
-    for role, claim in ((reference_role, equal), *near.items()):
-        other = task.read(f"losses.{role}.0", of=f"{role}.0")
-        if other is None:
+    for role, claim in (*claims.items(), *near.items()):
+        if (other := task.read(f"losses.{role}.0", of=f"{role}.0")) is None:
             task.record(claim, False, detail=f"the process of {role} ended without losses")
             continue
         furthest = max(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
         same = sum(a == b for a, b in zip(own, other, strict=True))
-        passed = same == steps if claim == equal else furthest <= 0.01
+        passed = same == steps if claim == claims.get(role) else furthest <= 0.01
         task.record(claim, passed, f"{same} of {steps} equal; largest difference {furthest:.1e} of the loss")
-    own_first_s, own_s = task.read("times.ours.0")
     for role, claim in timed.items():
-        times = task.read(f"times.{role}.0", of=f"{role}.0")
-        if times is None:
+        if (times := task.read(f"times.{role}.0", of=f"{role}.0")) is None:
             task.record(claim, False, detail=f"the process of {role} ended without times")
             continue
-        first = f"first step {own_first_s:.1f} s, {times[0]:.1f} s"
+        first = f"first step {first_s:.1f} s, {times[0]:.1f} s"
         task.record(claim, MEASURED, f"{own_s / times[1]:.3f} ({ms(own_s)}, {ms(times[1])}); {first}")
 
 
@@ -207,23 +215,22 @@ def g1(task: Task) -> None:
 
 
 def g2(task: Task) -> None:
-    """Each feature of the README's table with two ranks. A role is a backend and a way: captured, eager, or both."""
-    from features import CAPTURED, EAGER, FEATURES, run_feature
+    """Each feature of the README's table with two ranks. A role is a backend and a way: captured or eager."""
+    from features import CAPTURED, FEATURES, run_feature
 
-    backend, *ways = task.role.split()
-    ways = ways or [CAPTURED, EAGER]
+    backend, way = task.role.split()
     wanted = [each for each in FEATURES if task.ranks in each.ranks and re.search(task.features, each.name)]
     if backend == "gloo":
         wanted = [each for each in wanted if each.name in MAIN_FEATURES]
-    cases = [(each, way, "aot_eager") for way in ways for each in wanted if way in each.ways]
-    if task.device == "cuda" and CAPTURED in ways:  # generated code last: it takes most of the time
-        cases += [(each, CAPTURED, "inductor") for each in wanted if each.name in MAIN_FEATURES]
-    claims = [f"{each.name}: {way}, {compiler}, {backend}" for each, way, compiler in cases]
+    cases = [(each, "aot_eager") for each in wanted if way in each.ways]
+    if task.device == "cuda" and way == CAPTURED:  # generated code last: it takes most of the time
+        cases += [(each, "inductor") for each in wanted if each.name in MAIN_FEATURES]
+    claims = [f"{each.name}: {way}, {compiler}, {backend}" for each, compiler in cases]
     waiting = {row["claim"] for row in rows_of(task.results, task.experiment) if row["status"] == PLANNED}
     if not task.again:
         task.planned(*claims)
     device, within_s = open_group(task, backend), FEATURE_S * task.patience
-    for (feature, way, compiler), claim in zip(cases, claims, strict=True):
+    for (feature, compiler), claim in zip(cases, claims, strict=True):
         if task.again and claim not in waiting:
             continue
         if feature.needs not in ("", task.device):
@@ -253,17 +260,15 @@ def g3(task: Task) -> None:
     os.environ[MONITOR_VARIABLE] = str(timeout_s / 3)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
-    dp_compile.replicate(
-        model,
-        config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.01),
-    )
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.01))
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(1, 12):
-        if step == FAULT_STEP and task.rank == 1 and "skip" in task.role:
+        is_fault = step == FAULT_STEP and task.rank == 1
+        if is_fault and "skip" in task.role:
             continue
         loss = compiled(torch.randn(8, 64, device=device)).square().mean()
-        if step == FAULT_STEP and task.rank == 1 and "kill" in task.role:
+        if is_fault and "kill" in task.role:
             loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()
         optimizer.step()
@@ -279,26 +284,23 @@ def g3(task: Task) -> None:
 
 def g4(task: Task) -> None:
     """One step of a three-layer model: "plain" fills the cache, then once for each tool; `judge_g4` reads logs."""
-    os.environ.update(simulated_group.environment(AllReduceCost(1e-6, 0.0)), TORCH_DIST_INIT_BARRIER="0")
-    device = device_of(task)
-    dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=8)
+    device = open_simulated_group(task, 8)
     torch.manual_seed(0)
     layers = (layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU()))
     model = nn.Sequential(*layers).to(device)
     x = torch.randn(64, 256, device=device)
     model(x).square().mean().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
+    expected: list[Any] = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
     backend = "aot_eager" if task.rehearse else "inductor"
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend=backend, bucket_cap_mb=0.3))
     torch.compile(model, backend=backend)(x).square().mean().backward()
-    found = [parameter.grad for parameter in model.parameters()]
+    found: list[Any] = [parameter.grad for parameter in model.parameters()]
     synchronize()
     furthest = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
     if task.role == "plain":
-        task.record(
-            "the step that is checked has eager gradients", furthest < 1e-3, f"largest difference {furthest:.1e}"
-        )
+        claim = "the step that is checked has eager gradients"
+        task.record(claim, furthest < 1e-3, f"largest difference {furthest:.1e}")
     print(dp_compile.report(model))
 
 
@@ -321,8 +323,7 @@ def g5(task: Task) -> None:
         task.planned(*predicted.values(), *steps.values())
     if task.device == "cuda":
         torch.cuda.set_device(device_of(task))
-    os.environ.update(simulated_group.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
-    dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=ranks)
+    open_simulated_group(task, ranks)
     training = Training(task, mode)
     training.steps(5)
     roles = [f"{each}@{size}" for size in ((8,) if task.rehearse else (8, 64)) for each in modes]
@@ -353,7 +354,8 @@ def _timed_on_networks(
 ) -> tuple[dict[float, AllReduceCost], dict[float, list[float]]]:
     """By ratio of communication to compute: the cost of a collective, and seconds a step. 0: a network for free.
 
-    The first turns are without a network; ours measures its backward then, which the ratios are of.
+    The first turns are without a network; ours measures its backward then, which the ratios are of: all gradients in
+    one collective take `ratio` times that.
     """
     each, rounds = (3, 2) if task.rehearse else (5, 3)
     times: dict[float, list[float]] = {0.0: []} | {ratio: [] for ratio in ratios}
@@ -364,11 +366,16 @@ def _timed_on_networks(
         set_cost(FREE)
         times[0.0].append(training.steps(each))
         if number == 0 and mode == "ours":
-            with dp_compile.measure(training.trainer.model):
+            with dp_compile.measure(training.model):
                 training.steps(each)
-            task.publish(f"step.{ranks}", dp_compile.step_of(training.trainer.model).to_json())
+            task.publish(f"step.{ranks}", dp_compile.step_of(training.model).to_json())
         if number > 0 and not costs:
-            costs.update(_costs(task, int(ranks), ratios))
+            text = task.read(f"step.{ranks}", of=f"ours@{ranks}.0")
+            assert text is not None, "our own mode ended without a measured backward"
+            step = Step.from_json(text)
+            assert step.measured is not None
+            seconds, latency_s = step.measured.compute_s, 10e-6 + (int(ranks) - 1) * 1e-6
+            costs.update({ratio: AllReduceCost(latency_s, ratio * seconds / step.plan.nbytes) for ratio in ratios})
         for ratio, cost in costs.items():
             set_cost(cost)
             training.steps(1)
@@ -378,38 +385,25 @@ def _timed_on_networks(
     return costs, times
 
 
-def _costs(task: Task, ranks: int, ratios: Sequence[float]) -> dict[float, AllReduceCost]:
-    """Of a collective, so that all gradients in one take `ratio` times our backward on a network that costs nothing."""
-    from dp_compile.insight.step import Step
-
-    text = task.read(f"step.{ranks}", of=f"ours@{ranks}.0")
-    assert text is not None, "our own mode ended without a measured backward"
-    step = Step.from_json(text)
-    assert step.measured is not None
-    latency_s = 10e-6 + (ranks - 1) * 1e-6
-    return {ratio: AllReduceCost(latency_s, ratio * step.measured.compute_s / step.plan.nbytes) for ratio in ratios}
-
-
 def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost, claim: str, *, is_kept: bool) -> None:
     """Predicted from the step on a free network, measured from a trace of `torch.profiler` on this one."""
-    from torch.profiler import ProfilerActivity, profile
-
-    step = dp_compile.step_of(training.trainer.model)
-    predicted_s = replace(step, cost=cost).exposed_s
+    step = replace(dp_compile.step_of(training.model), cost=cost)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if task.device == "cuda" else [])]
     training.steps(1)
     with profile(activities=activities) as recorded:
         step_s = training.steps(5)
     path = f"{task.out}/trace.json.gz" if is_kept else f"{task.scratch}/trace.{os.getpid()}.json.gz"
     recorded.export_chrome_trace(path)
-    measured = measured_step(path, step)
     if is_kept:
-        picture = timeline_picture(with_profile(replace(step, cost=cost), path))
-        Path(task.out, "timeline.svg").write_text(picture)
-    error = abs(predicted_s - measured.exposed_s) / step_s
-    figure = f"predicted {ms(predicted_s)}, measured {ms(measured.exposed_s)} of a step of {ms(step_s)}"
+        Path(task.out, "timeline.svg").write_text(timeline_picture(with_profile(step, path)))
+    error, figure = _compared(step.exposed_s, measured_step(path, step).exposed_s, step_s)
     # A CPU that other jobs share proves nothing of times.
-    task.record(claim, MEASURED if task.rehearse else error <= 0.05, f"{figure}: {error:.1%}")
+    task.record(claim, MEASURED if task.rehearse else error <= 0.05, figure)
+
+
+def _compared(predicted_s: float, measured_s: float, step_s: float) -> tuple[float, str]:
+    error = abs(predicted_s - measured_s) / step_s
+    return error, f"predicted {ms(predicted_s)}, measured {ms(measured_s)} of a step of {ms(step_s)}: {error:.1%}"
 
 
 def _g5_on_the_real_network(task: Task) -> None:
@@ -421,16 +415,14 @@ def _g5_on_the_real_network(task: Task) -> None:
     cost = dp_compile.calibrate().cost
     training = Training(task, "ours")
     training.steps(5)
-    with dp_compile.measure(training.trainer.model):
+    with dp_compile.measure(training.model):
         training.steps(5)
-    step = dp_compile.step_of(training.trainer.model)
+    step = dp_compile.step_of(training.model)
     assert step.measured is not None
-    predicted = replace(step, cost=cost).exposed_s
     step_s = training.steps(10)
     if task.rank == 0:
-        error = abs(predicted - step.measured.exposed_s) / step_s
-        figure = f"predicted {ms(predicted)}, measured {ms(step.measured.exposed_s)} of a step of {ms(step_s)}"
-        task.record(claim, error <= 0.05, f"{figure}: {error:.1%}; an all-reduce takes {cost}")
+        error, figure = _compared(replace(step, cost=cost).exposed_s, step.measured.exposed_s, step_s)
+        task.record(claim, error <= 0.05, f"{figure}; an all-reduce takes {cost}")
 
 
 # --- G6 -------------------------------------------------------------------------------------------------------------
@@ -438,66 +430,53 @@ def _g5_on_the_real_network(task: Task) -> None:
 
 def g6(task: Task) -> None:
     """Products in GPT's shapes alone, and while so many blocks copy; on a CPU the blocks are threads."""
-    blocks = (1,) if task.rehearse else (4, 8, 16, 32)
-    claims = {each: f"products while {each} blocks copy: slow-down" for each in blocks}
+    claims = {n: f"products while {n} blocks copy: slow-down" for n in ((1,) if task.rehearse else (4, 8, 16, 32))}
     task.planned(*claims.values())
     device = device_of(task)
-    rows, width = (256, 64) if task.rehearse else (8192, 768)
+    rows, width, nbytes = (256, 64, 2**20) if task.rehearse else (8192, 768, 2**28)
     x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
     weights = [torch.randn(width, 4 * width, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    source = torch.ones(nbytes // 4, device=device)
+    target = torch.zeros_like(source)
 
     def products() -> None:
         for _ in range(10):
             for weight in weights:
                 (x @ weight) @ weight.t()
 
-    copy = _Copy(device, nbytes=2**20 if task.rehearse else 2**28)
     _seconds_on(device, products)
     alone_s = _seconds_on(device, products)
-    for each, claim in claims.items():
-        copy_s = copy.seconds(each, 1)
-        turns = 1 + int(1.5 * alone_s / copy_s)
-        end = copy.begin(each, turns)
-        under_s = _seconds_on(device, products)
-        end()
-        rate = copy.nbytes / copy_s / 1e9
-        task.record(claim, MEASURED, f"{under_s / alone_s:.3f} ({ms(alone_s)} alone); the copy reads {rate:.0f} GB/s")
-
-
-class _Copy:
-    """`nbytes` copied by a number of blocks, on a stream of its own, or by a thread."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._device, self.nbytes = device, nbytes
-        self._source = torch.ones(nbytes // 4, device=device)
-        self._target = torch.zeros_like(self._source)
-
-    def seconds(self, blocks: int, turns: int) -> float:
-        self.begin(blocks, turns)()  # compiles, and wakes the device up
+    for blocks, claim in claims.items():
+        _copy(source, target, blocks, 1)()  # compiles, and wakes the device up
         synchronize()
         begin_s = time.perf_counter()
-        self.begin(blocks, turns)()
+        _copy(source, target, blocks, 1)()
         synchronize()
-        return time.perf_counter() - begin_s
-
-    def begin(self, blocks: int, turns: int) -> Callable[[], None]:
-        """Returns what waits for its end."""
-        if self._device.type == "cpu":
-            import threading
-
-            thread = threading.Thread(target=lambda: [self._target.copy_(self._source) for _ in range(turns)])
-            thread.start()
-            return thread.join
-        import copies
-
-        stream = torch.cuda.Stream(self._device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            copies.copy(self._source, self._target, blocks, turns)
-        return lambda: torch.cuda.current_stream(self._device).wait_stream(stream)
+        copy_s = time.perf_counter() - begin_s
+        end = _copy(source, target, blocks, 1 + int(1.5 * alone_s / copy_s))
+        under_s = _seconds_on(device, products)
+        end()
+        rate = f"the copy reads {nbytes / copy_s / 1e9:.0f} GB/s"
+        task.record(claim, MEASURED, f"{under_s / alone_s:.3f} ({ms(alone_s)} alone); {rate}")
 
 
-def _seconds_on(device: torch.device, work: Callable[[], None]) -> float:
+def _copy(source: torch.Tensor, target: torch.Tensor, blocks: int, turns: int) -> Callable[[], None]:
+    """Begin to copy by so many blocks, on another stream, or by a thread. Returns what waits for the end."""
+    device = source.device
+    if device.type == "cpu":
+        thread = threading.Thread(target=lambda: [target.copy_(source) for _ in range(turns)])
+        thread.start()
+        return thread.join
+    import copies
+
+    stream = torch.cuda.Stream(device, priority=-1)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        copies.copy(source, target, blocks, turns)
+    return lambda: torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _seconds_on(device: torch.device, work: Callable[[], object]) -> float:
     """On the current stream of a GPU, or of the host."""
     if device.type == "cpu":
         begin_s = time.perf_counter()
@@ -516,21 +495,21 @@ def _seconds_on(device: torch.device, work: Callable[[], None]) -> float:
 
 def g7(task: Task) -> None:
     """Two processes: ours, and compiled DDP whose gradients are views of its buckets. "ours" compares."""
-    steps = 5 if task.rehearse else 50
+    steps, is_ours = 5 if task.rehearse else 50, task.role == "ours"
     growth = f"{task.role}: no growth of allocated memory over {steps} steps"
     peak = "peak of allocated memory: at most 1.02 of compiled DDP's with gradient_as_bucket_view"
     reserved = "peak of reserved memory over that of compiled DDP"
-    claims = (peak, reserved, growth) if task.role == "ours" else (growth,)
+    claims = (peak, reserved, growth) if is_ours else (growth,)
     task.planned(*claims)
     open_group(task)
 
     def ddp(workload: Workload) -> Trainer:
-        backend = "aot_eager" if task.rehearse else "inductor"
+        options = {"backend": "aot_eager" if task.rehearse else "inductor"}
         return loop_around(
-            workload, lambda model: torch.compile(wrap(model, None, gradient_as_bucket_view=True), backend=backend)
+            workload, lambda model: torch.compile(wrap(model, None, gradient_as_bucket_view=True), **options)
         )
 
-    training = Training(task, task.role, None if task.role == "ours" else ddp)
+    training = Training(task, task.role, None if is_ours else ddp)
     training.steps(5)
     if task.rehearse:
         training.steps(steps)
@@ -538,22 +517,22 @@ def g7(task: Task) -> None:
             task.record(claim, NEEDS_A_GPU)
         return
     torch.cuda.reset_peak_memory_stats()
+    training.losses()
     before = torch.cuda.memory_allocated()
-    training.losses.clear()
     training.steps(steps)
-    training.losses.clear()
+    training.losses()
     grown = torch.cuda.memory_allocated() - before
     task.record(growth, grown <= 0, f"{grown:+,} bytes of {before:,}")
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
     task.publish(f"peaks.{task.role}", peaks)
-    if task.role == "ours":
-        other = task.read("peaks.ddp_compiled", of="ddp_compiled.0")
-        if other is None:
-            task.record(peak, False, detail="the process of compiled DDP ended without a peak")
-            return
-        ratios = [own / theirs for own, theirs in zip(peaks, other, strict=True)]
-        task.record(peak, ratios[0] <= 1.02, f"{ratios[0]:.3f} ({peaks[0]:,} bytes)")
-        task.record(reserved, MEASURED, f"{ratios[1]:.3f} ({peaks[1]:,} bytes)")
+    if not is_ours:
+        return
+    if (other := task.read("peaks.ddp_compiled", of="ddp_compiled.0")) is None:
+        task.record(peak, False, detail="the process of compiled DDP ended without a peak")
+        return
+    figures = [f"{own / theirs:.3f} ({own:,} bytes)" for own, theirs in zip(peaks, other, strict=True)]
+    task.record(peak, peaks[0] <= 1.02 * other[0], figures[0])
+    task.record(reserved, MEASURED, figures[1])
 
 
 # --- G8 -------------------------------------------------------------------------------------------------------------
@@ -561,7 +540,7 @@ def g7(task: Task) -> None:
 
 def g8(task: Task) -> None:
     """A small model, one rank. "graph": its whole step in one CUDA graph; "reduce-overhead": Inductor's own graphs."""
-    replays = 100
+    replays, is_graph = 100, task.role == "graph"
     claims = {
         "graph": f"a step in one CUDA graph, replayed {replays} times: parameters equal to the bit",
         "reduce-overhead": 'mode="reduce-overhead": parameters equal to the bit after 10 steps',
@@ -579,8 +558,7 @@ def g8(task: Task) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(256, 256), nn.GELU()))).to(device)
         # What waits for the host cannot be recorded.
-        config = dp_compile.ReplicateConfig(check_reductions=False)
-        dp_compile.replicate(model, config=config)
+        dp_compile.replicate(model, config=dp_compile.ReplicateConfig(check_reductions=False))
         compiled = torch.compile(model, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -592,32 +570,26 @@ def g8(task: Task) -> None:
         return model, step
 
     plain, step = made()
-    if task.role == "graph":
-        recorded, to_record = made()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                to_record()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            to_record()
-        for _ in range(3 + replays):  # what is recorded has not run
-            step()
-        graph_s = _seconds_on(device, lambda: [graph.replay() for _ in range(replays)]) / replays
-        plain_s = _seconds_on(device, step)
-    else:
-        recorded, fast = made(mode="reduce-overhead")
-        for _ in range(10):
-            step()
+    recorded, fast = made(**({} if is_graph else {"mode": "reduce-overhead"}))
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if is_graph else nullcontext():
+        for _ in range(3 if is_graph else 10):
             fast()
-        graph_s, plain_s = _seconds_on(device, fast), _seconds_on(device, step)
-    pairs = list(zip(recorded.parameters(), plain.parameters(), strict=True))
-    if task.role == "graph":  # one plain step more was timed
-        graph.replay()
+    torch.cuda.current_stream().wait_stream(stream)
+    if is_graph:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # what is recorded does not run
+            fast()
+        fast = graph.replay
+    for _ in range(3 if is_graph else 10):
+        step()
+    count = replays if is_graph else 1
+    fast_s = _seconds_on(device, lambda: [fast() for _ in range(count)]) / count
+    plain_s = _seconds_on(device, lambda: [step() for _ in range(count)]) / count
+    pairs = zip(recorded.parameters(), plain.parameters(), strict=True)
     furthest = max(float((a - b).abs().max()) for a, b in pairs)
-    task.record(claim, furthest == 0, f"largest difference {furthest:.1e}; {ms(graph_s)} a step, {ms(plain_s)} without")
+    task.record(claim, furthest == 0, f"largest difference {furthest:.1e}; {ms(fast_s)} a step, {ms(plain_s)} without")
 
 
 # --- G9 -------------------------------------------------------------------------------------------------------------
@@ -625,15 +597,14 @@ def g8(task: Task) -> None:
 
 def g9(task: Task) -> None:
     """A role is `MODE cold` or `MODE warm`: a process that takes three steps, in a cache that is empty or full."""
-    *mode, when = task.role.split()
+    mode, when = task.role.split()
     open_group(task)
-    ready_s = time.time() - task.begun_s
-    training = Training(task, mode[0])
-    ends_s = []
+    ends_s = [time.time() - task.begun_s]
+    training = Training(task, mode)
     for _ in range(3):
         training.steps(1)
         ends_s.append(time.time() - task.begun_s)
-    task.publish(f"start.{' '.join(mode)}.{when}", [ready_s, *ends_s])
+    task.publish(f"start.{mode}.{when}", ends_s)
 
 
 EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9}

@@ -45,51 +45,49 @@ from dp_compile.decentralized import decentralize
 
 STEPS: Final = 10
 WIDTH: Final = 16
-ROWS: Final = 8
-SMALL_MB: Final = 1e-3
-"""A bucket holds the gradients of one layer, so there are several."""
+SMALL_MB: Final = 1e-3  # a bucket holds the gradients of one layer, so there are several
 EXACT: Final = 0.0
 LOOSE: Final = 2e-5
 """Largest difference of an element after all steps, where sums may be added up in another order."""
 GRACE_S: Final = 10.0
 """How long a rank that has failed waits for the others; these may wait for its collectives for ever."""
-CAPTURED: Final = "captured"
-EAGER: Final = "eager"
-_WAYS: Final = {CAPTURED: "captured", EAGER: "eager hooks"}
-"""What the report calls them."""
+CAPTURED, EAGER = "captured", "eager"
+_WAYS: Final = {CAPTURED: "captured", EAGER: "eager hooks"}  # what the report calls them
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a feature runs, and how."""
+    """Where a feature runs, and how. `exits`: what takes the feature's modules apart."""
 
     device: torch.device
     compiler: str
-    captured: bool
+    way: str
     exits: contextlib.ExitStack = field(compare=False)
-    """What takes the feature's modules apart."""
-
-    @property
-    def way(self) -> str:
-        return CAPTURED if self.captured else EAGER
 
     @property
     def tolerance(self) -> float:
-        """Of float32, where a feature has none of its own."""
+        """Of float32, where a feature has no other."""
         return EXACT if dist.get_world_size() == 2 and self.compiler == "aot_eager" else LOOSE
 
     def is_eager(self) -> AbstractContextManager[object]:
         """Backwards inside are not captured, if this is the eager way: torch's compiled autograd is off then."""
-        return nullcontext() if self.captured else torch.autograd.detect_anomaly(check_nan=False)
+        return nullcontext() if self.way == CAPTURED else torch.autograd.detect_anomaly(check_nan=False)
 
     def config(self, **options: Any) -> dp_compile.ReplicateConfig:
         return dp_compile.ReplicateConfig(**{"backend": self.compiler, "bucket_cap_mb": SMALL_MB} | options)
 
     def batch(self, number: int, rank: int | None = None) -> torch.Tensor:
         """Of this rank in a step, or of another one."""
-        rank = dist.get_rank() if rank is None else rank
-        return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * number + rank)).to(self.device)
+        generator = torch.Generator().manual_seed(1000 * number + (dist.get_rank() if rank is None else rank))
+        return torch.randn(8, WIDTH, generator=generator).to(self.device)
+
+    def unreplicate_later(self, module: nn.Module) -> None:
+        def unreplicate() -> None:
+            with contextlib.suppress(Exception):  # it has failed, and its ranks are not at the same place
+                dp_compile.unreplicate(module)
+
+        self.exits.callback(unreplicate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +116,26 @@ class Verdict:
     seconds: float
 
 
+Run = Callable[[Place], Difference]
+Tolerance = float | Callable[[Place], float] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row of the table.
+    """A row of the table. `run` trains both and compares; raises what goes wrong.
 
-    Args:
-        name: in the table.
-        run: trains both and compares; raises what goes wrong.
-        ranks: with how many it can run.
-        needs: a type of device without which torch cannot run it; nothing if it runs anywhere.
-        ways: whether the backward is captured or eager, where that can be chosen.
+    `ranks`: with how many it can run. `needs`: a type of device without which torch cannot run it. `ways`: whether the
+    backward is captured or eager, where that can be chosen.
     """
 
     name: str
-    run: Callable[[Place], Difference]
+    run: Run
     ranks: tuple[int, ...] = (2, 4)
     needs: str = ""
     ways: tuple[str, ...] = (CAPTURED, EAGER)
 
 
 _features: list[Feature] = []
-Run = Callable[[Place], Difference]
-Tolerance = float | Callable[[Place], float] | None
 
 
 def _feature(name: str, **options: Any) -> Callable[[Run], Run]:
@@ -150,7 +146,7 @@ def _feature(name: str, **options: Any) -> Callable[[Run], Run]:
     return add
 
 
-# --- models and batches -------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -164,15 +160,14 @@ class Net(nn.Module):
         if spare:
             self.spare = nn.Linear(WIDTH, WIDTH)
         if tied:
-            self.head.weight = self.layers[0].weight  # type: ignore[assignment]
+            self.head.weight = self.layers[0].weight
 
     def forward(self, x: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
         if use_spare:
             x = x + self.spare(x)
-        result: torch.Tensor = self.head(self.norm(x))
-        return result
+        return self.head(self.norm(x))
 
 
 class Convolutions(nn.Module):
@@ -184,18 +179,10 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(4, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        images = x.view(len(x), 4, 2, 2)
-        result: torch.Tensor = self.head(self.second(torch.tanh(self.first(images))).mean((2, 3)))
-        return result
+        return self.head(self.second(torch.tanh(self.first(x.view(len(x), 4, 2, 2)))).mean((2, 3)))
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """A large `eps`: the sign of a gradient near zero does not decide about a whole step."""
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
+sgd: Final = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def loss_of(outputs: torch.Tensor) -> torch.Tensor:
@@ -205,25 +192,21 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 # --- two trainings ------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Pair:
-    """A model of this package and a reference, by default one of torch's DDP, which are trained by the same steps."""
+    """A model of this package and a reference, which are trained by the same steps.
 
-    place: Place
-    ours: Any
-    run: Any
-    theirs: Any
-    mine: torch.optim.Optimizer
-    other: torch.optim.Optimizer
-    in_backward: Mapping[str, Any] = field(default_factory=dict)
-    max_norm: float | None = None
-    scalers: tuple[torch.amp.GradScaler, torch.amp.GradScaler] | None = None
-    set_to_none: bool = True
-    data_rank: int | None = None
-    backwards: int = 0
+    Args:
+        make: makes an optimizer of parameters.
+        config, ddp, in_backward: options of `ReplicateConfig`, of torch's DDP, of `in_backward`; `options` of
+            `replicate`.
+        reference: makes another module than torch's DDP of a copy.
+        prepare: changes our module before it is replicated.
+        hook: what make our comm hook and torch's, each with its state.
+        levels: two levels of network.
+    """
 
-    @staticmethod
-    def made(
+    def __init__(
+        self,
         place: Place,
         build: Callable[[], nn.Module] = Net,
         *,
@@ -239,69 +222,54 @@ class Pair:
         set_to_none: bool = True,
         levels: bool = False,
         **options: Any,
-    ) -> Pair:
-        """`config` goes to `ReplicateConfig`, `options` to `replicate`, `ddp` to torch's DDP, `in_backward` to the
-        function of that name. `reference`: makes another module than torch's DDP of a copy. `prepare`: changes our
-        module before it is replicated. `hook`: what make our comm hook and torch's, each with its state. `levels`: two
-        levels of network."""
+    ) -> None:
+        self.place, self.max_norm, self.set_to_none = place, max_norm, set_to_none
+        self.in_backward, self.data_rank, self.backwards = in_backward or {}, None, 0
         torch.manual_seed(0)
-        ours: Any = build().to(place.device)
-        theirs = (reference or functools.partial(DistributedDataParallel, **(ddp or {})))(copy.deepcopy(ours))
+        self.ours: Any = build().to(place.device)
+        self.theirs: Any = (reference or functools.partial(DistributedDataParallel, **(ddp or {})))(
+            copy.deepcopy(self.ours)
+        )
+        with torch.no_grad():
+            for parameter in self.ours.parameters() if prepare is None else ():
+                parameter.add_(dist.get_rank())  # replicate() has to undo this
         if prepare is not None:
-            prepare(ours)
-        else:
-            with torch.no_grad():
-                for parameter in ours.parameters():
-                    parameter.add_(dist.get_rank())  # replicate() has to undo this
+            prepare(self.ours)
         if levels:
-            mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
-            options["device_mesh"] = mesh
-        dp_compile.replicate(ours, config=place.config(**(config or {})), **options)
-        place.exits.callback(_unreplicated, ours)
+            options["device_mesh"] = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
+        dp_compile.replicate(self.ours, config=place.config(**(config or {})), **options)
+        place.unreplicate_later(self.ours)
         if hook[0] is not None:
-            ours.register_comm_hook(*hook[0]())
+            self.ours.register_comm_hook(*hook[0]())
         if hook[1] is not None:
             # torch's method refuses bfloat16 where it does not know the backend; the hook does not care.
-            dist._register_comm_hook(theirs.reducer, *hook[1]())  # type: ignore[attr-defined]
-        scalers = None
-        if scaled:
-            one, two = (torch.amp.GradScaler(place.device.type, init_scale=2.0**8, growth_interval=3) for _ in range(2))
-            scalers = one, two
-        mine, other = make(ours.parameters()), make(theirs.parameters())
+            dist._register_comm_hook(self.theirs.reducer, *hook[1]())
+        device = place.device.type
+        self.scalers = [torch.amp.GradScaler(device, 2.0**8, growth_interval=3, enabled=scaled) for _ in range(2)]
+        self.mine, self.other = make(self.ours.parameters()), make(self.theirs.parameters())
         backend = place.compiler
         if in_backward is not None:
-            given = {**in_backward, "max_norm": max_norm, "scaler": scalers and scalers[0]}
-            dp_compile.optim.in_backward(ours, mine, **given)
+            given = {**in_backward, "max_norm": max_norm, "scaler": self.scalers[0] if scaled else None}
+            dp_compile.optim.in_backward(self.ours, self.mine, **given)
             backend = "dp_compile" if in_backward.get("overlap_forward") else backend
-        run = torch.compile(ours, backend=backend)
-        return Pair(place, ours, run, theirs, mine, other, in_backward or {}, max_norm, scalers, set_to_none)
+        self.run = torch.compile(self.ours, backend=backend)
 
     def backward(self, number: int, *inputs: Any, sync: bool = True, factor: float = 1.0) -> None:
         """Of both. `factor`: of this rank's loss."""
         x = self.place.batch(number, self.data_rank)
         with nullcontext() if sync else dp_compile.no_sync(self.ours), self.place.is_eager():
-            (self._loss(0, self.run(x, *inputs)) * factor).backward()
+            (self.scalers[0].scale(loss_of(self.run(x, *inputs))) * factor).backward()
         with nullcontext() if sync else self.theirs.no_sync():
-            (self._loss(1, self.theirs(x, *inputs)) * factor).backward()
+            (self.scalers[1].scale(loss_of(self.theirs(x, *inputs))) * factor).backward()
         self.backwards += sync
 
-    def _loss(self, side: int, outputs: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(outputs)
-        return loss if self.scalers is None else self.scalers[side].scale(loss)
-
-    def step(self, *, before_zero: Callable[[Pair], object] = lambda _: None) -> None:
-        for side, (module, optimizer) in enumerate(((self.ours, self.mine), (self.theirs, self.other))):
-            if self.scalers is not None and side == 1:
-                self.scalers[1].unscale_(optimizer)
-            if self.max_norm is not None and side == 1:  # ours is clipped in its backward
-                nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
-            if self.scalers is None:
-                optimizer.step()
-            else:
-                self.scalers[side].step(optimizer)
-                self.scalers[side].update()
-        before_zero(self)
-        for optimizer in (self.mine, self.other):
+    def step(self) -> None:
+        self.scalers[1].unscale_(self.other)
+        if self.max_norm is not None:  # ours is clipped in its backward
+            nn.utils.clip_grad_norm_(self.theirs.parameters(), self.max_norm)
+        for scaler, optimizer in zip(self.scalers, (self.mine, self.other), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=self.set_to_none)
 
     def train(
@@ -310,35 +278,25 @@ class Pair:
         inputs: Callable[[int], tuple[Any, ...]] = lambda number: (),
         micro: int = 1,
         before_step: Callable[[Pair], object] = lambda _: None,
-        before_zero: Callable[[Pair], object] = lambda _: None,
         autocast: torch.dtype | None = None,
     ) -> Pair:
-        """All steps. With a scaler the gradients of the last rank overflow in step 4: no rank steps, all scales shrink.
-
-        Args:
-            inputs: what the models are given besides the batch.
-            micro: backwards of each step; all but the last are not synchronised.
-            before_step: is called after the backwards of each step.
-            before_zero: is called before gradients are dropped.
-            autocast: compute in this dtype.
-        """
+        """With a scaler the gradients of the last rank overflow in step 4: no rank steps, all scales shrink."""
+        is_last = dist.get_rank() == dist.get_world_size() - 1
         for number in range(STEPS):
-            overflows = self.scalers is not None and number == 4 and dist.get_rank() == dist.get_world_size() - 1
+            factor = math.inf if self.scalers[0].is_enabled() and number == 4 and is_last else 1.0
             for each in range(micro):
                 # A new context in each step: it keeps what it has cast.
                 with torch.autocast(self.place.device.type, autocast) if autocast else nullcontext():
-                    factor = math.inf if overflows else 1.0
                     self.backward(micro * number + each, *inputs(number), sync=each == micro - 1, factor=factor)
             before_step(self)
-            self.step(before_zero=before_zero)
+            self.step()
         return self
 
     def compared(self, tolerance: Tolerance = None, *, states: bool = True) -> Difference:
         """Parameters, what optimizers of elements remember, and on the first rank buffers, which are its own."""
-        if callable(tolerance):
-            tolerance = tolerance(self.place)
-        if self.scalers is not None and self.scalers[0].get_scale() != self.scalers[1].get_scale():
-            raise AssertionError(f"scales: {self.scalers[0].get_scale()} and {self.scalers[1].get_scale()}")
+        tolerance = tolerance(self.place) if callable(tolerance) else tolerance
+        scales = [scaler.get_scale() for scaler in self.scalers]
+        assert scales[0] == scales[1], f"scales: {scales}"
         if self.in_backward.get("overlap_forward"):
             dp_compile.optim.synchronize(self.ours)
         check_way(self.place, self.ours, self.backwards)
@@ -348,7 +306,7 @@ class Pair:
             mine |= named(self.ours.named_buffers())
             other |= named(theirs.named_buffers())
         if self.in_backward.get("shard"):
-            whole = dp_compile.optim.full_state_dict(self.mine)
+            whole = dp_compile.optim.full_state_dict(self.mine)  # on all ranks
             mine |= by_index(whole) if states else {}
             other |= by_index(self.other.state_dict()) if states else {}
         elif states:
@@ -368,15 +326,8 @@ def _pair(
     **options: Any,
 ) -> None:
     """A feature that a `Pair` made with these options trains, by steps with the options `train`."""
-
-    def run(place: Place) -> Difference:
-        return Pair.made(place, build, **options).train(**(train or {})).compared(tolerance)
-
+    run = lambda place: Pair(place, build, **options).train(**(train or {})).compared(tolerance)  # noqa: E731
     _features.append(Feature(name, run, ranks, needs))
-
-
-def at_least(smallest: float) -> Callable[[Place], float]:
-    return lambda place: max(smallest, place.tolerance)
 
 
 def of_half(place: Place) -> float:
@@ -384,21 +335,17 @@ def of_half(place: Place) -> float:
     return EXACT if place.tolerance == EXACT else 2e-2
 
 
-def _unreplicated(module: nn.Module) -> None:
-    with contextlib.suppress(Exception):  # it has failed, and its ranks are not at the same place
-        dp_compile.unreplicate(module)
+def of_float16(place: Place) -> float:
+    """Ours divides after the sum: small numbers keep bits that torch's hook loses."""
+    return max(1e-5, of_half(place))
 
 
 def check_way(place: Place, module: nn.Module, backwards: int) -> None:
-    """All synchronised backwards of a module went the way that was asked for.
-
-    Raises:
-        AssertionError: one did not.
-    """
+    """All synchronised backwards of a module went the way that was asked for."""
     counts = dp_compile.report(module).backwards
     found = {way: count for way, count in counts.items() if "without sync" not in way}
-    if found != {_WAYS[place.way]: backwards}:
-        raise AssertionError(f"{backwards} {place.way} backwards were asked for, there were {found}")
+    asked = {_WAYS[place.way]: backwards}
+    assert found == asked, f"{backwards} {place.way} backwards were asked for, there were {found}"
 
 
 def named(pairs: Any) -> dict[str, torch.Tensor]:
@@ -422,18 +369,12 @@ def by_index(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> Difference:
-    """By name, NaN is different from everything.
-
-    Raises:
-        AssertionError: names or shapes are not the same.
-    """
-    if mine.keys() != other.keys():
-        raise AssertionError(f"only one of both has {', '.join(sorted(mine.keys() ^ other.keys()))}")
+    """By name, NaN is different from everything. Raises if names or shapes are not the same."""
+    assert mine.keys() == other.keys(), f"only one of both has {', '.join(sorted(mine.keys() ^ other.keys()))}"
     largest, first = 0.0, ""
     for name, tensor in mine.items():
         one, two = (each.detach().to("cpu", torch.float64) for each in (tensor, other[name]))
-        if one.shape != two.shape:
-            raise AssertionError(f"{name} has shape {tuple(one.shape)}, the other one {tuple(two.shape)}")
+        assert one.shape == two.shape, f"{name} has shape {tuple(one.shape)}, the other one {tuple(two.shape)}"
         difference = float((one - two).abs().nan_to_num(nan=math.inf).max()) if one.numel() else 0.0
         largest = max(largest, difference)
         first = first or (name if difference > tolerance else "")
@@ -444,17 +385,13 @@ def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 _SPARE: Final = functools.partial(Net, spare=True)
 _BATCH_NORM: Final = functools.partial(Net, batch_norm=True)
+_ROUNDING: Final = lambda place: max(1e-6, place.tolerance)  # noqa: E731
 
 
 def _frozen() -> nn.Module:
     model = Net()
     model.layers[1].requires_grad_(False)
     return model
-
-
-def _halve(pair: Pair) -> None:
-    for parameter in pair.theirs.parameters():
-        parameter.grad /= 2
 
 
 def _spare_is_used(number: int) -> tuple[bool]:
@@ -470,17 +407,17 @@ _pair("buckets by module", config={"bucket_cap_mb": None}, bucket_policy={nn.Lin
 @_feature("gradients divided by 3")
 def divided(place: Place) -> Difference:
     """No average of the backend's: all is divided by hand. torch's DDP divides by the number of ranks."""
-    pair = Pair.made(place, config={"gradient_divide_factor": 2.0 * dist.get_world_size()})
-    return pair.train(before_step=_halve).compared()
+
+    def halve(pair: Pair) -> None:
+        for parameter in pair.theirs.parameters():
+            parameter.grad /= 2
+
+    pair = Pair(place, config={"gradient_divide_factor": 2.0 * dist.get_world_size()})
+    return pair.train(before_step=halve).compared()
 
 
-_pair(
-    "unused parameters are found",
-    _SPARE,
-    find_unused_parameters=True,
-    ddp={"find_unused_parameters": True},
-    train={"inputs": _spare_is_used},
-)
+_UNUSED: Final = {"find_unused_parameters": True}
+_pair("unused parameters are found", _SPARE, ddp=_UNUSED, train={"inputs": _spare_is_used}, **_UNUSED)
 _pair("no_sync, 4 backwards a step", train={"micro": 4})
 _pair("gradients kept, set_to_none=False", set_to_none=False)
 _pair("gradients as views of lasting buckets", ddp={"gradient_as_bucket_view": True}, gradient_as_bucket_view=True)
@@ -489,18 +426,14 @@ _pair("channels_last", lambda: Convolutions().to(memory_format=torch.channels_la
 _pair("tied weights", functools.partial(Net, tied=True))
 _pair("frozen parameters", _frozen)
 _pair("static_graph", _SPARE, static_graph=True, ddp={"static_graph": True})
-_pair("BatchNorm buffers", _BATCH_NORM, tolerance=at_least(1e-6))
-_pair(
-    "SyncBatchNorm",
-    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM()),
-    tolerance=LOOSE,
-    needs="cuda",
-)
+_pair("BatchNorm buffers", _BATCH_NORM, tolerance=_ROUNDING)
+_SYNCED: Final = lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM())  # noqa: E731
+_pair("SyncBatchNorm", _SYNCED, tolerance=LOOSE, needs="cuda")
 
 
 @_feature("two modules in one backward")
 def two_modules(place: Place) -> Difference:
-    pairs = [Pair.made(place) for _ in range(2)]
+    pairs = [Pair(place) for _ in range(2)]
     for number in range(STEPS):
         x = place.batch(number)
         with place.is_eager():
@@ -518,12 +451,11 @@ def joined(place: Place) -> Difference:
     module = Net().to(place.device)
     theirs = DistributedDataParallel(copy.deepcopy(module))
     ours = dp_compile.DistributedDataParallel(module, config=place.config())
-    place.exits.callback(_unreplicated, module)
-    steps = STEPS - 3 * (dist.get_rank() % 2)
+    place.unreplicate_later(module)
     for wrapper, run in ((ours, torch.compile(ours, backend=place.compiler)), (theirs, theirs)):
         optimizer = sgd(wrapper.parameters())
         with wrapper.join():
-            for number in range(steps):
+            for number in range(STEPS - 3 * (dist.get_rank() % 2)):
                 with place.is_eager() if wrapper is ours else nullcontext():
                     loss_of(run(place.batch(number))).backward()
                 optimizer.step()
@@ -533,33 +465,17 @@ def joined(place: Place) -> Difference:
 
 # --- on the wire --------------------------------------------------------------------------------------------------
 
-
-def _torchs(hook: Any) -> Callable[[], Any]:
-    return lambda: (None, hook)
-
-
-_BF16_HOOK: Final = _torchs(default_hooks.bf16_compress_hook)
-_F16_HOOK: Final = _torchs(default_hooks.fp16_compress_hook)
+_BF16_HOOK: Final = lambda: (None, default_hooks.bf16_compress_hook)  # noqa: E731
+_F16_HOOK: Final = lambda: (None, default_hooks.fp16_compress_hook)  # noqa: E731
 _BF16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}
 _F16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)}
-
-
-def of_float16(place: Place) -> float:
-    """Ours divides after the sum: small numbers keep bits that torch's hook loses."""
-    return max(1e-5, of_half(place))
-
+_ROUNDED: Final = ((lambda: (dp_compile.HookState(), Rounded())), (lambda: ({}, as_torch_s)))
 
 _pair("bf16 on the wire", config=_BF16_WIRE, hook=(None, _BF16_HOOK), tolerance=of_half)
 _pair("fp16 on the wire", config=_F16_WIRE, hook=(None, _F16_HOOK), tolerance=of_float16)
 _pair("torch's bf16_compress_hook", hook=(_BF16_HOOK, _BF16_HOOK), tolerance=of_half)
 _pair("torch's fp16_compress_hook", hook=(_F16_HOOK, _F16_HOOK), tolerance=of_float16)
-
-
-_pair(
-    "FunctionalHook with state",
-    hook=(lambda: (dp_compile.HookState(), Rounded()), lambda: ({}, as_torch_s)),
-    tolerance=of_half,
-)
+_pair("FunctionalHook with state", hook=_ROUNDED, tolerance=of_half)
 
 
 @_feature("torch's powerSGD_hook", ways=(EAGER,))
@@ -567,7 +483,7 @@ def power_sgd(place: Place) -> Difference:
     """Not compiled, as the reference: numbers are drawn by bucket, in the order of the first backward."""
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
     make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
-    pair = Pair.made(place, config={"bucket_cap_mb": None}, hook=(make, make))
+    pair = Pair(place, config={"bucket_cap_mb": None}, hook=(make, make))
     pair.run = pair.ours
     pair.train()
     mine, other = named(pair.ours.named_parameters()), named(pair.theirs.module.named_parameters())
@@ -581,12 +497,9 @@ def quantized(place: Place) -> Difference:
 
     def reduce(pair: Pair) -> None:
         nonlocal errors
-        (order,) = (
-            [member.gradient.name for member in bucket.members]
-            for bucket in dp_compile.report(pair.ours).plan.buckets
-            if bucket.key.reduction.hook is not None
-        )
-        gradients = [pair.theirs.get_parameter(name).grad for name in order]
+        buckets = dp_compile.report(pair.ours).plan.buckets
+        (bucket,) = (each for each in buckets if each.key.reduction.hook is not None)
+        gradients = [pair.theirs.get_parameter(member.gradient.name).grad for member in bucket.members]
         own = torch.from_numpy(in_blocks([each.cpu() for each in gradients], hook)).to(place.device)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, own)
@@ -599,7 +512,7 @@ def quantized(place: Place) -> Difference:
             offset += gradient.numel() + -gradient.numel() % hook.block
 
     hooks = (lambda: (dp_compile.HookState(), hook)), None
-    pair = Pair.made(place, config={"bucket_cap_mb": math.inf}, reference=lambda module: module, hook=hooks)
+    pair = Pair(place, config={"bucket_cap_mb": math.inf}, reference=lambda module: module, hook=hooks)
     return pair.train(before_step=reduce).compared(2e-3, states=False)
 
 
@@ -611,19 +524,20 @@ def mixed_precision(place: Place) -> Difference:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
     reference = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-    return Pair.made(place, reference=reference, mp_policy=policy).train().compared(of_half, states=False)
+    return Pair(place, reference=reference, mp_policy=policy).train().compared(of_half, states=False)
 
 
 _pair("bf16 autocast", train={"autocast": BF16}, tolerance=of_half)
 _pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocast": F16}, tolerance=of_half)
 
 
-# --- optimizers ---------------------------------------------------------------------------------------------------
+# --- optimizers: the reference has its optimizer whole, which has the same bits as in parts -----------------------
 
+_SHARD: Final = {"shard": True}
+_CLIPPED: Final[dict[str, Any]] = {"max_norm": 0.1, "tolerance": _ROUNDING}
 _pair("in_backward", in_backward={})
-_pair("in_backward, clipped", in_backward={}, max_norm=0.1, tolerance=at_least(1e-6))
-# The reference has its optimizer whole, which has the same bits.
-_pair("shard=True", in_backward={"shard": True})
+_pair("in_backward, clipped", in_backward={}, **_CLIPPED)
+_pair("shard=True", in_backward=_SHARD)
 
 
 @_feature("shard=True, as ZeroRedundancyOptimizer")
@@ -631,31 +545,21 @@ def sharded_as_zero(place: Place) -> Difference:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    pair = Pair.made(place, make=adamw, in_backward={"shard": True})
+    # A large `eps`: the sign of a gradient near zero does not decide about a whole step.
+    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    pair = Pair(place, make=functools.partial(torch.optim.AdamW, **options), in_backward=_SHARD)
     pair.other = ZeroRedundancyOptimizer(
-        pair.theirs.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3, parameters_as_bucket_view=False
+        pair.theirs.parameters(), torch.optim.AdamW, parameters_as_bucket_view=False, **options
     )
     pair.train()
     pair.other.consolidate_state_dict(to=0)
     return pair.compared(states=dist.get_rank() == 0)
 
 
-_pair(
-    "shard=True, clipped, scaled, inf on one rank",
-    in_backward={"shard": True},
-    max_norm=0.1,
-    scaled=True,
-    tolerance=at_least(1e-6),
-)
-_pair(
-    "shard=True, bf16 on the wire",
-    config=_BF16_WIRE,
-    hook=(None, _BF16_HOOK),
-    in_backward={"shard": True},
-    tolerance=of_half,
-)
+_pair("shard=True, clipped, scaled, inf on one rank", in_backward=_SHARD, scaled=True, **_CLIPPED)
+_pair("shard=True, bf16 on the wire", config=_BF16_WIRE, hook=(None, _BF16_HOOK), in_backward=_SHARD, tolerance=of_half)
 _pair("overlap_forward=True", in_backward={"overlap_forward": True})
-_pair("shard=True, overlap_forward=True", in_backward={"shard": True, "overlap_forward": True})
+_pair("shard=True, overlap_forward=True", in_backward=_SHARD | {"overlap_forward": True})
 
 
 # --- parameters in the place of gradients -------------------------------------------------------------------------
@@ -684,13 +588,10 @@ def decentralized(place: Place) -> Difference:
     """x(t + 1) = mean of x(t) - lr * gradient at this rank's own x(t)."""
     torch.manual_seed(0)
     ours = Net().to(place.device)
-    theirs = copy.deepcopy(ours)
-    plain = functools.partial(torch.optim.SGD, lr=0.1)
+    theirs, optimizer = copy.deepcopy(ours), torch.optim.SGD(ours.parameters(), lr=0.1)
     config = dp_compile.ReplicateConfig(backend=place.compiler)
-    decentralize(
-        ours, topology="complete", optimizer=plain(ours.parameters()), bucket_size_in_mb=SMALL_MB, config=config
-    )
-    place.exits.callback(_unreplicated, ours)
+    decentralize(ours, topology="complete", optimizer=optimizer, bucket_size_in_mb=SMALL_MB, config=config)
+    place.unreplicate_later(ours)
     run = torch.compile(ours, backend=place.compiler)
     for number in range(STEPS):
         loss_of(run(place.batch(number))).backward()
@@ -714,7 +615,7 @@ _pair("two levels of network, bf16 on the wire", levels=True, config=_BF16_WIRE,
 def tensor_parallel(place: Place) -> Difference:
     """The reference is the same model whole on each rank, in torch's DDP over the ranks that have other data."""
     mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    pair = Pair.made(
+    pair = Pair(
         place,
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
         ddp={"process_group": mesh["dp"].get_group()},
@@ -731,8 +632,7 @@ FEATURES: Final = tuple(_features)
 # --- one after the other ------------------------------------------------------------------------------------------
 
 _runs: Final = itertools.count()
-_first_store: list[Any] = []
-"""The store of the first default group: it outlives groups that are made again."""
+_first_store: list[Any] = []  # of the first default group: it outlives groups that are made again
 
 
 def run_feature(
@@ -741,19 +641,13 @@ def run_feature(
     """Run a feature in the default process group; every rank calls it. Raises nothing that the feature raises.
 
     What a rank has found the others learn through the store. If the feature raises on a rank, the default group is made
-    again, so the next feature can run.
-
-    Args:
-        feature: of `FEATURES`.
-        device: of this rank's model; its type has to be one that the group works on.
-        captured: whether backwards are captured, or eager.
-        compiler: of forward and backward: `aot_eager` or `inductor`.
-        within_s: how long this rank waits for the others once it has ended, seconds; at most `GRACE_S` if it failed.
+    again, so the next feature can run. A rank waits `within_s` for the others once it has ended; at most `GRACE_S` if
+    it failed.
 
     Raises:
         RuntimeError: a rank has not ended: no other feature can run in these processes.
     """
-    place_device, started, topic = torch.device(device), time.monotonic(), f"dp_compile.features/{next(_runs)}"
+    device, started, topic = torch.device(device), time.monotonic(), f"dp_compile.features/{next(_runs)}"
     way = CAPTURED if captured else EAGER
     if not _first_store:
         _first_store.append(dist.distributed_c10d._get_default_store())
@@ -763,9 +657,9 @@ def run_feature(
     try:
         with contextlib.ExitStack() as exits, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = feature.run(Place(place_device, compiler, captured, exits))
-            if place_device.type != "cpu":
-                torch.accelerator.synchronize(place_device)
+            result = feature.run(Place(device, compiler, way, exits))
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
         own = {"passed": not result.name, "broken": False, "detail": str(result), "largest": result.largest}
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -792,12 +686,10 @@ def _start_again(store: Any, topic: str) -> None:
     """Make the default process group once more, without what a failed collective has left in it."""
     world = dist.group.WORLD
     assert world is not None
-    rank, ranks, bound = dist.get_rank(), dist.get_world_size(), world.bound_device_id
+    given = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device_id": world.bound_device_id}
     backend = dist.get_backend_config()
-    timeout = getattr(getattr(world, "options", None), "_timeout", None)
+    if (timeout := getattr(getattr(world, "options", None), "_timeout", None)) is not None:
+        given["timeout"] = timeout
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(topic, store), rank=rank, world_size=ranks, device_id=bound, **more
-    )
+    dist.init_process_group(backend, store=dist.PrefixStore(topic, store), **given)

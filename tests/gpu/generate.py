@@ -33,7 +33,6 @@ import dp_compile
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.plan.backends import CLASSES, FABRIC, Backend
 from dp_compile.replication.replicate import replicate_module, unreplicate
-from dp_compile.train.gpt import GPT, GPTConfig
 
 RANKS = 8
 Subject = tuple[nn.Module, torch.Tensor]
@@ -42,34 +41,16 @@ Results = dict[str, dict[str, Any]]
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the last layer's too, and maybe an unused layer."""
+    """An embedding whose weight is the last layer's too."""
 
-    def __init__(self, unused: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.words, self.body = nn.Embedding(97, 24), nn.Linear(24, 24)
         self.head = nn.Linear(24, 97, bias=False)
         self.head.weight = self.words.weight
-        if unused:
-            self.aside = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(F.gelu(self.body(self.words(x))))
-        return out
-
-
-class Residual(nn.Module):
-    """Convolutions whose weights lie channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
-        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 96)
-        for layer in (self.first, self.second):  # `Module.to` does not take fake parameters
-            layer.weight = nn.Parameter(layer.weight.detach().contiguous(memory_format=torch.channels_last))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head((x + self.second(F.relu(self.norm(self.first(x))))).mean((2, 3)))
-        return out
+        return self.head(F.gelu(self.body(self.words(x))))
 
 
 def mlp() -> Subject:
@@ -91,19 +72,6 @@ def padded() -> Subject:
 
 def tied() -> Subject:
     return Tied(), torch.randint(0, 97, (2, 11))
-
-
-def unused() -> Subject:
-    return Tied(unused=True), torch.randint(0, 97, (2, 11))
-
-
-def residual() -> Subject:
-    return Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
-
-
-def gpt() -> Subject:
-    config = GPTConfig(vocabulary=512, context=32, width=64, layers=1, heads=2)
-    return GPT(config), torch.randint(0, 512, (2, 32))
 
 
 @dataclass(frozen=True)
@@ -135,23 +103,16 @@ WIRE = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 PADDED = {"shape_padding": True, "force_shape_pad": True}
 
-SMALL = MappingProxyType(
+CASES = MappingProxyType(
     {
         "mlp": Case(mlp, config=_capped(31_457)),
         "odd": Case(odd, config=_capped(200)),
         "embedding-bf16": Case(embedding, dtype=torch.bfloat16),
         "kept": Case(tied, config=_capped(2_000), backwards=2),
-        "unused": Case(unused, config=_capped(2_000)),
         "wire-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": WIRE}),
         "policy-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": HALF}),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2),
         "padded": Case(padded, settings=PADDED),
-    }
-)
-LARGE = MappingProxyType(
-    {
-        "gpt": Case(gpt, config=_capped(60_000)),
-        "residual": Case(residual),
     }
 )
 
@@ -249,7 +210,7 @@ def main(target: str, *names: str) -> None:
     results = {}
     for name in names:
         try:
-            results[name] = result_of({**SMALL, **LARGE}[name])
+            results[name] = result_of(CASES[name])
         except Exception:
             results[name] = {"failed": traceback.format_exc()}
     Path(target).write_text(json.dumps(results))

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +80,25 @@ class Task:
 
     def record(self, claim: str, status: str | bool, figure: str = "", detail: str = "") -> None:
         """The result for one claim. A claim of several ranks has passed if it has on each."""
-        status = {True: PASSED, False: FAILED}.get(status, status) if isinstance(status, bool) else status
-        line = {"experiment": self.experiment, "claim": claim, "status": status, "figure": figure, "detail": detail}
-        append(self.results, line | {"role": self.role, "rank": self.rank, "time": round(time.time(), 1)})
-
-    # What processes of one experiment tell each other: small files. They outlive a process that was killed.
+        status = (PASSED if status else FAILED) if isinstance(status, bool) else status
+        append(self.results, line(self.experiment, claim, status, figure, detail, role=self.role, rank=self.rank))
 
     def publish(self, name: str, value: Any) -> None:
+        """For other processes of the experiment, in a small file: it outlives a process that was killed."""
         part = Path(self.scratch, f"{name}.part{os.getpid()}")
         part.write_text(json.dumps(value))
         part.replace(Path(self.scratch, name))
+
+    def published(self, name: str) -> Any:
+        path = Path(self.scratch, name)
+        return json.loads(path.read_text()) if path.exists() else None
 
     def read(self, name: str, of: str = "") -> Any:
         """What was published under this name, once it is there; `None` if `of`, a role and rank, ends without it."""
         while time.time() < self.until_s:
             ended = of and Path(self.scratch, f"ended.{of}").exists()
-            if Path(self.scratch, name).exists():
-                return json.loads(Path(self.scratch, name).read_text())
-            if ended:
-                return None
+            if ended or Path(self.scratch, name).exists():
+                return self.published(name)
             time.sleep(0.002)
         return None
 
@@ -113,6 +114,10 @@ class Process:
     environment: Mapping[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()
     may_die: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.rank}"
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,8 @@ class Experiment:
     judge: Callable[[Task], None] | None = None
 
 
-def roles(*names: str, wave: int = 0, ranks: int = 1, **given: Any) -> list[Process]:
-    return [Process(name, rank, ranks, wave, **given) for name in names for rank in range(ranks)]
+def roles(*names: str, ranks: int = 1, **given: Any) -> list[Process]:
+    return [Process(name, rank, ranks, **given) for name in names for rank in range(ranks)]
 
 
 def pair(machine: Machine, role: str, **given: Any) -> list[Process]:
@@ -159,8 +164,8 @@ def pair(machine: Machine, role: str, **given: Any) -> list[Process]:
 def nccl_settings(machine: Machine, rank: int) -> dict[str, str]:
     """Variables with which NCCL accepts a second rank on the same GPU.
 
-    Up to 2.30.2 NCCL compares host and bus to find "Duplicate GPU"; `NCCL_HOSTID` makes each rank a host of its own,
-    and they communicate over sockets. From 2.30.3 on it has a variable for it, which excludes NVLS.
+    Up to 2.30.2 NCCL compares host and bus to find "Duplicate GPU"; with `NCCL_HOSTID` each rank seems to have another
+    host, and they communicate over sockets. From 2.30.3 on it has a variable for it, which excludes NVLS.
     """
     if machine.gpus != 1:
         return {}
@@ -178,74 +183,71 @@ def g1(machine: Machine) -> list[Process]:
 
 def g2(machine: Machine) -> list[Process]:
     """Pairs of ranks at the same time: with one, the GPU would wait for its compiler."""
-    names = ("nccl captured", "nccl eager")
-    if machine.rehearse:
-        names = ("stand-in captured", "stand-in eager", "gloo captured")
+    rehearsed = ("stand-in captured", "stand-in eager", "gloo captured")
+    names = rehearsed if machine.rehearse else ("nccl captured", "nccl eager")
     return [each for name in names for each in pair(machine, name)]
 
 
 def g3(machine: Machine) -> list[Process]:
     cases = ("kill stand-in", "skip gloo") if machine.rehearse else ("kill", "skip", "kill reading", "kill blocking")
-    quick = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # the watchdog would write a record of all collectives first
-    found = []
-    for case in cases:
-        more = quick | ({"TORCH_NCCL_BLOCKING_WAIT": "1"} if "blocking" in case else {})
-        for each in pair(machine, case, may_die=True):
-            found.append(replace(each, environment={**each.environment, **more}))
-    return found
+    more = {case: {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"} for case in cases}  # else the watchdog first writes a record
+    if not machine.rehearse:
+        more["kill blocking"]["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    made = [each for case in cases for each in pair(machine, case, may_die=True)]
+    return [replace(each, environment={**each.environment, **more[each.role]}) for each in made]
 
 
 def judge_g3(task: Task) -> None:
-    """What the rank that is left said, and when it ended."""
+    """What the rank that is left printed, and when it ended."""
     scratch = Path(task.scratch)
+    known = {"": "nccl", "reading": "nccl, the loop reads each loss", "blocking": "nccl, TORCH_NCCL_BLOCKING_WAIT=1"}
     for case in sorted(path.name.split(".")[1] for path in scratch.glob("out.*.0")):
-        fault, *how = case.split()
+        fault, _, how = case.partition(" ")
         what = {"kill": "rank 1 is killed in a backward", "skip": "rank 1 skips a step"}[fault]
-        known = {"reading": "nccl, the loop reads each loss", "blocking": "nccl, TORCH_NCCL_BLOCKING_WAIT=1"}
-        claim = f"{what} ({known.get(how[0], how[0]) if how else 'nccl'})"
+        claim, ended = f"{what} ({known.get(how, how)})", task.published(f"ended.{case}.0")
         printed = (scratch / f"out.{case}.0").read_text(errors="replace")
-        ended = json.loads((scratch / f"ended.{case}.0").read_text())
         task.record(f"{claim}: rank 0 ends", ended["code"] is not None, f"{ended['seconds']:.0f} s after the start")
-        lines = [line for line in printed.splitlines() if "rank 1" in line and "synchronised backward" in line]
-        task.record(
-            f"{claim}: rank 0 names rank and step", bool(lines), lines[-1][-400:] if lines else "", printed[-800:]
-        )
+        lines = [each for each in printed.splitlines() if "rank 1" in each and "synchronised backward" in each]
+        figure = lines[-1][-400:] if lines else ""
+        task.record(f"{claim}: rank 0 names rank and step", bool(lines), figure, printed[-800:])
 
 
 def g4(machine: Machine) -> list[Process]:
     """The code is compiled first without the tool. Memory is not cached: else nothing is outside of an allocation."""
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     found = [Process("plain")]
-    if not machine.rehearse and shutil.which("compute-sanitizer"):
-        for tool in ("memcheck", "racecheck"):
-            prefix = ("compute-sanitizer", "--tool", tool, "--log-file", f"{{scratch}}/{tool}.log")
-            found.append(Process(tool, wave=1, prefix=prefix, environment=uncached, may_die=True))
+    for tool in ("memcheck", "racecheck") if not machine.rehearse and shutil.which("compute-sanitizer") else ():
+        prefix = ("compute-sanitizer", "--tool", tool, "--log-file", f"{{scratch}}/{tool}.log")
+        found.append(Process(tool, wave=1, prefix=prefix, environment=uncached, may_die=True))
     return found
 
 
 def judge_g4(task: Task) -> None:
     """What the tools wrote at the end of their logs."""
-    marks = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
-    for tool, mark in marks.items():
+    for tool, mark in (("memcheck", "ERROR SUMMARY: 0 errors"), ("racecheck", "RACECHECK SUMMARY: 0 hazards")):
         claim, log = f"{tool} finds nothing in one step", Path(task.scratch, f"{tool}.log")
         text = log.read_text(errors="replace") if log.exists() else ""
-        said = [line for line in text.splitlines() if "SUMMARY" in line]
-        path = Path(task.scratch, f"ended.{tool}.0")
-        ended = path.exists() and json.loads(path.read_text())["code"] is not None
+        summaries = [each for each in text.splitlines() if "SUMMARY" in each]
         if task.rehearse:
             task.record(claim, NEEDS_A_GPU)
         elif not shutil.which("compute-sanitizer"):
             task.record(claim, NOT_RUN, "no compute-sanitizer here")
-        elif said:
-            task.record(claim, mark in said[-1], said[-1].strip("= "), text[:1500])
+        elif summaries:
+            task.record(claim, mark in summaries[-1], summaries[-1].strip("= "), text[:1500])
         else:
-            task.record(claim, FAILED if ended else OUT_OF_TIME, detail=f"no summary in its log: {text[-1000:]}")
+            task.record(claim, _never_ended(task, f"{tool}.0"), detail=f"no summary in its log: {text[-1000:]}")
+
+
+def _never_ended(task: Task, name: str) -> str:
+    """The status of a claim whose process has left no result: it died, or its time was up."""
+    ended = task.published(f"ended.{name}")
+    return OUT_OF_TIME if ended is None or ended["code"] is None else FAILED
 
 
 def g5(machine: Machine) -> list[Process]:
     modes = ("ours", "ddp") if machine.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
     found = roles(*(f"{mode}@{ranks}" for ranks in ((8,) if machine.rehearse else (8, 64)) for mode in modes))
-    return [*found, *(roles("ours@nccl", ranks=machine.ranks, wave=1) if machine.ranks > 1 else ())]
+    return found + (roles("ours@nccl", ranks=machine.ranks, wave=1) if machine.ranks > 1 else [])
 
 
 def g8(machine: Machine) -> list[Process]:
@@ -253,12 +255,11 @@ def g8(machine: Machine) -> list[Process]:
 
 
 def g9(machine: Machine) -> list[Process]:
-    """In a folder of their own, that is empty for the first wave and full for the second."""
+    """In a folder for each mode, that is empty for the first wave and full for the second."""
     found = []
-    modes = ("ours", "ddp_compiled") if machine.rehearse else ("ours", "ddp_compiled", "compute")
     for wave, when in enumerate(("cold", "warm")):
-        for mode in modes:
-            folder = "{scratch}/" + mode.replace(" ", "_")
+        for mode in ("ours", "ddp_compiled") if machine.rehearse else ("ours", "ddp_compiled", "compute"):
+            folder = f"{{scratch}}/{mode}"
             caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
             found.append(Process(f"{mode} {when}", wave=wave, environment=caches))
     return found
@@ -269,16 +270,12 @@ def judge_g9(task: Task) -> None:
     names = {path.name.split(".")[1].rpartition(" ")[0] for path in Path(task.scratch).glob("out.*.0")}
     for when in ("cold", "warm"):
         for mode in sorted(names, key=lambda each: (not each.startswith("ours"), each)):
-            path = Path(task.scratch, f"start.{mode}.{when}")
             claim = f"{when} start, {mode}: seconds until three steps are done"
-            if not path.exists():
-                ended = Path(task.scratch, f"ended.{mode} {when}.0")
-                died = ended.exists() and json.loads(ended.read_text())["code"] is not None
-                task.record(claim, FAILED if died else OUT_OF_TIME)
+            if (ends_s := task.published(f"start.{mode}.{when}")) is None:
+                task.record(claim, _never_ended(task, f"{mode} {when}.0"))
                 continue
-            ready_s, *ends_s = json.loads(path.read_text())
-            steps = ", ".join(f"{end - begin:.1f}" for begin, end in zip([ready_s, *ends_s], ends_s, strict=False))
-            task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ready_s:.1f}, steps {steps})")
+            steps = ", ".join(f"{end - begin:.1f}" for begin, end in pairwise(ends_s))
+            task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ends_s[0]:.1f}, steps {steps})")
 
 
 EXPERIMENTS = (
@@ -306,111 +303,94 @@ class Run:
     device: str
     end_s: float = 0.0
 
-    def left_s(self) -> float:
-        return self.end_s - time.monotonic()
+    @property
+    def results(self) -> Path:
+        return self.out / "results.jsonl"
 
     def run(self, experiment: Experiment) -> None:
         """Start its processes, wait, kill what is left; report what has no result."""
-        results, begin_s = self.out / "results.jsonl", time.monotonic()
-        limit_s = min(experiment.limit_s * self.machine.patience, self.left_s())
-        append(results, _line(experiment, WHOLE, BEGUN))
+        name, begin_s = experiment.name, time.monotonic()
+        limit_s = min(experiment.limit_s * self.machine.patience, self.end_s - begin_s)
+        append(self.results, line(name, WHOLE, BEGUN))
         if limit_s < 10:
-            return append(results, _line(experiment, WHOLE, OUT_OF_TIME, "the part's 280 s were used up"))
+            return append(self.results, line(name, WHOLE, OUT_OF_TIME, "the part's 280 s were used up"))
         died: list[str] = []
-        with tempfile.TemporaryDirectory(prefix=f"dp_compile-{experiment.name}-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=f"dp_compile-{name}-") as scratch:
             for again in range(1 + MOST_DEATHS):
-                begun = _Begun(self, experiment, scratch, begin_s + limit_s, again=again > 0)
-                ended = begun.run()
+                task = self._task(experiment, scratch, begin_s + limit_s, again > 0)
+                ended = self._once(experiment, task)
                 died += [f"{each} {how}" for each, how in ended.items() if how]
-                deadly = {claim: how for claim, how in begun.under_way(ended) if claim in self._waiting(experiment)}
-                append(results, *(_line(experiment, claim, FAILED, detail=how) for claim, how in deadly.items()))
-                if not deadly or not self._waiting(experiment) or begun.left_s() < 15:
+                examined = {
+                    task.published(f"now.{each}"): how for each, how in ended.items() if how not in ("", STOPPED)
+                }
+                deadly = {claim: how for claim, how in examined.items() if claim in self._waiting(name)}
+                append(self.results, *(line(name, claim, FAILED, detail=how) for claim, how in deadly.items()))
+                if not deadly or not self._waiting(name) or task.until_s - time.time() < 15:
                     break
         seconds = time.monotonic() - begin_s
-        out_of_time = seconds >= limit_s
-        why = f"stopped after {limit_s:.0f} s" if out_of_time else "; ".join(died)
-        status = OUT_OF_TIME if out_of_time else FAILED if died else PASSED
-        for claim in self._waiting(experiment):
-            append(results, _line(experiment, claim, OUT_OF_TIME if out_of_time else FAILED, detail=why))
-        append(results, _line(experiment, WHOLE, status, why if out_of_time else f"{seconds:.0f} s", why))
+        if seconds >= limit_s:
+            status, figure, why = OUT_OF_TIME, f"stopped after {limit_s:.0f} s", f"stopped after {limit_s:.0f} s"
+        else:
+            status, figure, why = FAILED if died else PASSED, f"{seconds:.0f} s", "; ".join(died)
+        left = OUT_OF_TIME if status == OUT_OF_TIME else FAILED
+        append(self.results, *(line(name, claim, left, detail=why) for claim in self._waiting(name)))
+        append(self.results, line(name, WHOLE, status, figure, why))
 
-    def _waiting(self, experiment: Experiment) -> list[str]:
-        rows = rows_of(self.out / "results.jsonl", experiment.name)
-        return [row["claim"] for row in rows if row["status"] == PLANNED]
+    def _waiting(self, experiment: str) -> list[str]:
+        return [row["claim"] for row in rows_of(self.results, experiment) if row["status"] == PLANNED]
 
+    def _task(self, experiment: Experiment, scratch: str, end_s: float, again: bool) -> Task:
+        """That of the judge; those of processes have their role, ranks and start."""
+        machine, now_s = self.machine, time.time()
+        return Task(
+            experiment=experiment.name,
+            role="judge",
+            rank=0,
+            ranks=1,
+            device=self.device,
+            rehearse=machine.rehearse,
+            gpus=machine.gpus,
+            features=machine.features,
+            patience=machine.patience,
+            again=again,
+            out=str(self.out),
+            scratch=scratch,
+            begun_s=now_s,
+            until_s=now_s + end_s - time.monotonic(),
+        )
 
-Started = dict[str, tuple[Process, "subprocess.Popen[bytes]", Path]]
-"""By role and rank: the process, and the file of what it prints."""
-
-
-@dataclass
-class _Begun:
-    """The processes of one experiment, once. `end_s`: on the monotonic clock."""
-
-    of: Run
-    experiment: Experiment
-    scratch: str
-    end_s: float
-    again: bool
-
-    def left_s(self) -> float:
-        return self.end_s - time.monotonic()
-
-    def run(self) -> dict[str, str]:
+    def _once(self, experiment: Experiment, task: Task) -> dict[str, str]:
         """By process how it died; an empty text if it ended well, or as it was meant to."""
         ended: dict[str, str] = {}
-        processes = self.experiment.processes(self.of.machine)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        Path(self.scratch).mkdir()
+        shutil.rmtree(task.scratch, ignore_errors=True)
+        Path(task.scratch).mkdir()
+        processes = experiment.processes(self.machine)
         for wave in sorted({each.wave for each in processes}):
-            started: Started = {}
+            started: list[_Started] = []
             try:
-                for each in (process for process in processes if process.wave == wave):
-                    log = Path(self.scratch, f"out.{each.role}.{each.rank}")
-                    started[f"{each.role}.{each.rank}"] = each, self._start(each, log), log
-                ended |= _wait(started, self.scratch, self.end_s)
+                started += (_Started(each, task, self.machine) for each in processes if each.wave == wave)
+                ended |= _wait(started, task)
             finally:
-                self._stop(started, ended)
-        if self.experiment.judge is not None:
+                with (self.out / "log.txt").open("a") as whole:
+                    for each in started:
+                        each.kill()
+                        how = ended.get(each.process.name) or "ended"
+                        whole.write(f"--- {experiment.name} {each.process.name}: {how}\n{each.printed()[-60_000:]}\n")
+        if experiment.judge is not None:
             try:
-                self.experiment.judge(self._task(Process("judge")))
-            except (OSError, ValueError, LookupError) as error:  # the experiments after this one still run
+                experiment.judge(task)
+            except (OSError, ValueError, LookupError, TypeError) as error:  # the experiments after this one still run
                 ended["judge.0"] = f"{type(error).__name__}: {error}"
         return ended
 
-    def under_way(self, ended: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """The claims that processes examined when they died, each with how."""
-        for name, how in ended.items():
-            path = Path(self.scratch, f"now.{name}")
-            if how not in ("", STOPPED) and path.exists():
-                yield json.loads(path.read_text()), how
 
-    def _task(self, process: Process) -> Task:
-        run, now_s = self.of, time.time()
-        return Task(
-            experiment=self.experiment.name,
-            role=process.role,
-            rank=process.rank,
-            ranks=process.ranks,
-            device=run.device,
-            rehearse=run.machine.rehearse,
-            gpus=run.machine.gpus,
-            features=run.machine.features,
-            patience=run.machine.patience,
-            again=self.again,
-            out=str(run.out),
-            scratch=self.scratch,
-            begun_s=now_s,
-            until_s=now_s + self.left_s(),
-        )
+class _Started:
+    """A process that runs, with all that it starts in one session."""
 
-    def _start(self, process: Process, log: Path) -> subprocess.Popen[bytes]:
-        command = [
-            *process.prefix,
-            sys.executable,
-            str(HERE / "experiments.py"),
-            json.dumps(asdict(self._task(process))),
-        ]
+    def __init__(self, process: Process, task: Task, machine: Machine) -> None:
+        self.process, self._log = process, Path(task.scratch, f"out.{process.name}")
+        given = replace(task, role=process.role, rank=process.rank, ranks=process.ranks, begun_s=time.time())
+        command = [*process.prefix, sys.executable, str(HERE / "experiments.py"), json.dumps(asdict(given))]
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
@@ -419,63 +399,52 @@ class _Begun:
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
-            **({"CUDA_VISIBLE_DEVICES": ""} if self.of.machine.rehearse else {}),
+            **({"CUDA_VISIBLE_DEVICES": ""} if machine.rehearse else {}),
             **process.environment,
         }
-        command = [part.replace("{scratch}", self.scratch) for part in command]
-        environment = {name: value.replace("{scratch}", self.scratch) for name, value in environment.items()}
-        with log.open("ab") as to:
-            return subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        command = [part.replace("{scratch}", task.scratch) for part in command]
+        environment = {name: value.replace("{scratch}", task.scratch) for name, value in environment.items()}
+        with self._log.open("ab") as to:
+            both = {"stdout": to, "stderr": subprocess.STDOUT}
+            self._popen = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **both)
 
-    def _stop(self, started: Started, ended: Mapping[str, str]) -> None:
-        """Kill what is left, with all that it has started, and keep what was printed."""
-        for _, process, _ in started.values():
-            _kill(process)
-        with (self.of.out / "log.txt").open("a") as whole:
-            for name, (_, _, log) in started.items():
-                text = log.read_text(errors="replace")
-                whole.write(f"--- {self.experiment.name} {name}: {ended.get(name) or 'ended'}\n{text[-60_000:]}\n")
+    def code(self) -> int | None:
+        return self._popen.poll()
+
+    def printed(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def death(self) -> str:
+        """How it ended, with its last line; nothing if it ended well."""
+        if (code := self._popen.returncode) == 0:
+            return ""
+        last = [each for each in self.printed().splitlines() if each.strip()][-1:]
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return f"{how}: {''.join(last)[:300]}"
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
 
 
-def _wait(started: Started, scratch: str, end_s: float) -> dict[str, str]:
-    """Until all have ended, or `end_s`. Ranks of a role in which one has died have `GRACE_S`."""
+def _wait(started: Sequence[_Started], task: Task) -> dict[str, str]:
+    """Until all have ended, or the time is up. Ranks of a role in which one has died have `GRACE_S`."""
     ended: dict[str, str] = {}
-    begin_s, until_s = time.monotonic(), dict.fromkeys((each.role for each, _, _ in started.values()), end_s)
+    begin_s, until_s = time.time(), dict.fromkeys((each.process.role for each in started), task.until_s)
     while len(ended) < len(started):
-        for name, (each, process, log) in started.items():
-            if name in ended:
+        for each in started:
+            process, code = each.process, each.code()
+            if process.name in ended or (code is None and time.time() < until_s[process.role]):
                 continue
-            code, how = process.poll(), STOPPED
-            if code is not None:
-                how = _death(code, log)
-            elif time.monotonic() < until_s[each.role]:
-                continue
-            _kill(process)
-            ended[name] = "" if each.may_die else how
-            seconds = round(time.monotonic() - begin_s, 1)
-            Path(scratch, f"ended.{name}").write_text(json.dumps({"code": code, "seconds": seconds}))
-            if ended[name]:
-                until_s[each.role] = min(until_s[each.role], time.monotonic() + GRACE_S)
+            how = STOPPED if code is None else each.death()
+            each.kill()
+            ended[process.name] = "" if process.may_die else how
+            task.publish(f"ended.{process.name}", {"code": code, "seconds": round(time.time() - begin_s, 1)})
+            if ended[process.name]:
+                until_s[process.role] = min(until_s[process.role], time.time() + GRACE_S)
         time.sleep(0.02)
     return ended
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _death(code: int, log: Path) -> str:
-    """How a process ended, with its last line; nothing if it ended well."""
-    if code == 0:
-        return ""
-    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    return f"{how}: {''.join(last)[:300]}"
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -484,25 +453,23 @@ def _death(code: int, log: Path) -> str:
 def append(results: Path, *lines: Mapping[str, Any]) -> None:
     """Lines of JSON, in one write: several processes append to the same file."""
     with results.open("ab", buffering=0) as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        file.write("".join(json.dumps(each) + "\n" for each in lines).encode())
 
 
-def _line(experiment: Experiment, claim: str, status: str, figure: str = "", detail: str = "") -> dict[str, Any]:
-    given = {"claim": claim, "status": status, "figure": figure, "detail": detail, "time": round(time.time(), 1)}
-    return {"experiment": experiment.name, **given}
+def line(experiment: str, claim: str, status: str, figure: str = "", detail: str = "", **more: Any) -> dict[str, Any]:
+    given = {"experiment": experiment, "claim": claim, "status": status, "figure": figure, "detail": detail}
+    return given | more | {"time": round(time.time(), 1)}
 
 
 def rows_of(results: Path, experiment: str | None = None) -> list[dict[str, Any]]:
     """One row for each claim, of all ranks and processes: the worst status counts. What ran again replaces."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in _lines(results):
-        key = line["experiment"], line["claim"]
-        if line["status"] == BEGUN:
-            rows = {each: row for each, row in rows.items() if each[0] != line["experiment"]}
-            continue
-        known = rows.get(key)
-        if known is None or WORST_FIRST.index(line["status"]) < WORST_FIRST.index(known["status"]):
-            rows[key] = line  # in the place of the one before
+    for each in _lines(results):
+        key = each["experiment"], each["claim"]
+        if each["status"] == BEGUN:
+            rows = {other: row for other, row in rows.items() if other[0] != each["experiment"]}
+        elif key not in rows or WORST_FIRST.index(each["status"]) < WORST_FIRST.index(rows[key]["status"]):
+            rows[key] = each  # in the place of the one before
     return [row for row in rows.values() if experiment in (None, row["experiment"])]
 
 
@@ -545,7 +512,7 @@ print(json.dumps({
 
 
 def probe() -> dict[str, Any]:
-    """What torch sees, asked in a process of its own; empty if it cannot be imported."""
+    """What torch sees, asked in another process; empty if it cannot be imported."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
 
@@ -575,7 +542,7 @@ def about(seen: Mapping[str, Any]) -> str:
     lines = [f"date {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}", platform.platform()]
     lines += [f"Python {platform.python_version()}, {os.cpu_count()} cores", json.dumps(seen)]
     for command in (("git", "rev-parse", "HEAD"), ("git", "status", "--short"), ("nvidia-smi",)):
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             printed = subprocess.run(command, cwd=ROOT, text=True, timeout=30, check=False, **both).stdout
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -608,10 +575,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = (asked.out or ROOT / "gpu-results" / time.strftime("%Y-%m-%d-%H%M")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out / "machine.txt").write_text(about(seen))
-    gpus = 0 if asked.rehearse else seen["gpus"]
-    machine = Machine(
-        gpus, tuple(seen["nccl"]), asked.rehearse, asked.features, asked.patience or (PATIENCE if asked.rehearse else 1)
-    )
+    gpus, patience = 0 if asked.rehearse else seen["gpus"], asked.patience or (PATIENCE if asked.rehearse else 1)
+    machine = Machine(gpus, tuple(seen["nccl"]), asked.rehearse, asked.features, patience)
     run = Run(out, machine, "cpu" if asked.rehearse else "cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of an experiment are killed too
     where = "a rehearsal on a CPU" if asked.rehearse else f"{gpus} x {seen['name']}, NCCL {seen['nccl']}"
@@ -622,16 +587,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.end_s = begin_s + PART_S * machine.patience
         for experiment in (each for each in EXPERIMENTS if each.part == part and each.name in names):
             run.run(experiment)
-            rows = rows_of(out / "results.jsonl")
+            rows = rows_of(run.results)
             (out / "summary.md").write_text(summary(rows, head))
-            print("\n".join(_shown(row) for row in rows if row["experiment"] == experiment.name), flush=True)
+            for row in (row for row in rows if row["experiment"] == experiment.name):
+                figure = f": {row['figure']}" if row.get("figure") else ""
+                print(f"{row['experiment']} {row['status']}: {row['claim']}{figure}", flush=True)
         begin_s = time.monotonic()
-    statuses = {row["status"] for row in rows_of(out / "results.jsonl") if row["experiment"] in names}
+    statuses = {row["status"] for row in rows_of(run.results) if row["experiment"] in names}
     return 1 if FAILED in statuses else 3 if statuses & {OUT_OF_TIME, NOT_RUN} else 0
-
-
-def _shown(row: Mapping[str, Any]) -> str:
-    return f"{row['experiment']} {row['status']}: {row['claim']}" + (f": {row['figure']}" if row.get("figure") else "")
 
 
 if __name__ == "__main__":

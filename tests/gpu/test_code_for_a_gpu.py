@@ -26,27 +26,20 @@ from generated_code import (
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.reduction import Stage, launch_order
 
-RESULTS = [
-    *(pytest.param("small", name, id=name) for name in generate.SMALL),
-    *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in generate.LARGE),
-]
 # Padded products, rows in half precision, cuDNN's own memory, and with a wire of another dtype what was computed in
 # the parameters': no product rounds to another dtype.
-COPYING = ("padded", "embedding-bf16", "residual", "wire-bf16")
+COPYING = ("padded", "embedding-bf16", "wire-bf16")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
 
 
 @pytest.fixture
-def result(request: pytest.FixtureRequest) -> dict[str, Any]:
-    which, name = request.param
-    return request.getfixturevalue(which)[name] | {"name": name}
+def result(request: pytest.FixtureRequest, generated: generate.Results) -> dict[str, Any]:
+    return generated[request.param] | {"name": request.param}
 
 
 def of_cases(*names: str) -> pytest.MarkDecorator:
     """The test for each of these cases, or for all."""
-    chosen = [each for each in RESULTS if not names or each.values[1] in names]
-    params = [pytest.param(each.values, id=each.id, marks=each.marks) for each in chosen]
-    return pytest.mark.parametrize("result", params, indirect=True)
+    return pytest.mark.parametrize("result", names or list(generate.CASES), indirect=True)
 
 
 def launched(code: GeneratedCode) -> list[Call]:
@@ -168,7 +161,7 @@ def test_stages_hand_on_the_memory_that_they_wrote(result: dict[str, Any]) -> No
             before[id(bucket)] = launch
 
 
-@of_cases("mlp", "odd", "two-level", "gpt")
+@of_cases("mlp", "odd", "two-level")
 def test_the_first_bucket_flies_while_the_rest_is_computed(result: dict[str, Any]) -> None:
     order = read_code(result["codes"][0]).order
     after = order[order.index("A") :]
@@ -214,9 +207,9 @@ def test_what_is_said_to_start_at_16_bytes_does(result: dict[str, Any]) -> None:
 # --- what only code for a GPU shows ---------------------------------------------------------------------------------
 
 
-def test_the_report_names_copies_out_of_padded_products(small: generate.Results) -> None:
+def test_the_report_names_copies_out_of_padded_products(generated: generate.Results) -> None:
     """65 and 63 are no multiples of 4. Padded, a product is larger than the gradient, which is cut out of it."""
-    copied = small["padded"]["copied"]
+    copied = generated["padded"]["copied"]
     assert {name for name in copied if name != UNUSED_FLAGS} == {"0.weight", "2.weight"}
-    assert set(copies(small["padded"], read_code(small["padded"]["codes"][0]))) == {"0.weight", "2.weight"}
+    assert set(copies(generated["padded"], read_code(generated["padded"]["codes"][0]))) == {"0.weight", "2.weight"}
     assert "aten.mm" in copied["0.weight"]

@@ -1,4 +1,4 @@
-"""The forms of reductions that are made for NCCL, on CPUs: every feature beside torch's, on a stand-in for NCCL."""
+"""The forms of reductions that are made for NCCL, on CPUs: every feature with torch's, on a stand-in for NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from meshes import keep_groups
 from torch import nn
 
 import dp_compile
-import dp_compile.plan.crossing
 from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.reduction import Averaging, Levels
@@ -26,6 +25,7 @@ from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
+INT8 = "QuantizedHook int8, error feedback"
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +46,22 @@ def four() -> Iterator[Ranks]:
 # --- every feature ------------------------------------------------------------------------------------------------
 
 BY_DAY = {
-    "bucket_cap_mb",
-    "convolutions, apart from their bucket",
-    "bf16 on the wire",
-    "QuantizedHook int8, error feedback",
-    "shard=True",
-    "shard=True, clipped, scaled, inf on one rank",
-    "shard=True, overlap_forward=True",
+    *("bucket_cap_mb", "convolutions, apart from their bucket", "bf16 on the wire", INT8),
+    *("shard=True", "shard=True, clipped, scaled, inf on one rank", "shard=True, overlap_forward=True"),
 }
 """Captured; what is eager costs little and is run for all."""
-
+AVERAGED, SCATTERED = {"all_reduce avg"}, {"reduce_scatter avg", "all_gather"}
 FORMS: dict[str, set[str]] = {
-    "default": {"all_reduce avg"},
-    "bucket_cap_mb": {"all_reduce avg"},
+    **dict.fromkeys(("default", "bucket_cap_mb", "bf16 on the wire", "in_backward"), AVERAGED),
+    **dict.fromkeys(("param_dtype bf16, as FSDP2", "overlap_forward=True"), AVERAGED),
     "convolutions, apart from their bucket": {"all_reduce avg x3"},
-    "bf16 on the wire": {"all_reduce avg"},
-    "QuantizedHook int8, error feedback": {"all_to_all", "all_gather"},
-    "param_dtype bf16, as FSDP2": {"all_reduce avg"},
-    "in_backward": {"all_reduce avg"},
-    "shard=True": {"reduce_scatter avg", "all_gather"},
-    "shard=True, as ZeroRedundancyOptimizer": {"reduce_scatter avg", "all_gather"},
-    "shard=True, bf16 on the wire": {"reduce_scatter avg", "all_gather"},
-    "shard=True, overlap_forward=True": {"reduce_scatter avg", "all_gather"},
-    "overlap_forward=True": {"all_reduce avg"},
-    "two levels of network, 2 x 2": {"reduce_scatter avg", "all_reduce avg", "all_gather"},
-    "two levels of network, bf16 on the wire": {"reduce_scatter avg", "all_reduce avg", "all_gather"},
+    INT8: {"all_to_all", "all_gather"},
+    **dict.fromkeys(("shard=True", "shard=True, as ZeroRedundancyOptimizer"), SCATTERED),
+    **dict.fromkeys(("shard=True, bf16 on the wire", "shard=True, overlap_forward=True"), SCATTERED),
+    "two levels of network, 2 x 2": AVERAGED | SCATTERED,
+    "two levels of network, bf16 on the wire": AVERAGED | SCATTERED,
 }
-"""What has to be launched; torch's DDP, beside which it runs, launches `all_reduce sum` and broadcasts."""
+"""What has to be launched; torch's DDP in the same run launches `all_reduce sum` and broadcasts."""
 
 
 def run_one(name: str, captured: bool) -> tuple[Verdict, Counter[str]]:
@@ -87,18 +76,16 @@ def check(ranks: Ranks, name: str, way: str) -> None:
     for verdict, launched in ranks.run(run_one, name, way == CAPTURED):
         assert verdict.passed, verdict
         assert FORMS.get(name, set()) <= set(launched), launched
-        if name != "QuantizedHook int8, error feedback":
-            assert "all_to_all" not in launched, "a reduce-scatter in two steps, as for gloo"
+        assert name == INT8 or "all_to_all" not in launched, "a reduce-scatter in two steps, as for gloo"
 
 
 def cases(ranks: int) -> Iterator[Any]:
-    for feature in FEATURES:
+    for feature in (each for each in FEATURES if ranks in each.ranks):
         for way in feature.ways:
             by_night = ranks == 4 or (way == CAPTURED and feature.name not in BY_DAY)
             needs = pytest.mark.skipif(bool(feature.needs), reason=f"needs {feature.needs}")
             marks = (needs, pytest.mark.nightly) if by_night else (needs,)
-            if ranks in feature.ranks:
-                yield pytest.param(feature.name, way, marks=marks, id=f"{feature.name}-{way}")
+            yield pytest.param(feature.name, way, marks=marks, id=f"{feature.name}-{way}")
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases(2)))
@@ -116,7 +103,7 @@ def test_two_levels_by_day(four: Ranks, way: str) -> None:
     check(four, "two levels of network, 2 x 2", way)
 
 
-# --- by whatever name ---------------------------------------------------------------------------------------------
+# --- by any name --------------------------------------------------------------------------------------------------
 
 
 def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[str], str]:
@@ -125,15 +112,13 @@ def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[s
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
-    config = dp_compile.ReplicateConfig(backend="aot_eager")
-    dp_compile.replicate(model, config=config)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
     before = Counter(nccl_stand_in.launched)
     torch.compile(model, backend="aot_eager")(torch.randn(3, 16)).square().mean().backward()
-    launched = nccl_stand_in.launched - before
     plan = replica_of(model).plan
     stages = [bucket.key.reduction.without_groups().to_dict() for bucket in plan.buckets]
     dp_compile.unreplicate(model)
-    return stages, plan.to_dict(), sorted(launched), dist.get_backend()
+    return stages, plan.to_dict(), sorted(nccl_stand_in.launched - before), dist.get_backend()
 
 
 def test_one_plan_by_any_name(stand_in: Ranks) -> None:
@@ -143,24 +128,20 @@ def test_one_plan_by_any_name(stand_in: Ranks) -> None:
     first, *others = (each[0] for each in found)
     assert {stage["reduce_op"] for each in first[0] for stage in each["stages"]} == {"avg"}
     assert [launched for launched in first[2] if launched.startswith("all_reduce avg")]
-    for other in others:
-        assert other[:3] == first[:3]
+    assert all(other[:3] == first[:3] for other in others)
     assert found[3][0][3] == "undefined"
     assert first[1]["buckets"]
 
 
 def test_one_rank_asks_for_no_average() -> None:
     """NCCL may return anything for AVG over one rank; FSDP2 avoids it."""
-    levels = Levels("inside", "between", ((0, 1), (2, 3)))
-    for averaging, ranks in ((Averaging(), 1), (Averaging(scattered=True), 1)):
-        reduction = averaging.reduction("0", NCCL, ranks, "float32")
-        assert (reduction.reduce_op, reduction.scale * reduction.post_scale) == ("sum", 1.0)
     for averaging in (Averaging(), Averaging(scattered=True)):
+        alone = averaging.reduction("0", NCCL, 1, "float32")
+        assert (alone.reduce_op, alone.scale * alone.post_scale) == ("sum", 1.0)
         assert averaging.reduction("0", NCCL, 2, "float32").reduce_op == "avg"
         assert averaging.reduction("0", GLOO, 2, "float32").reduce_op == "sum"
-    assert [stage.reduce_op for stage in Averaging().reduction("0", NCCL, 4, "float32", levels).stages] == [
-        "avg", "avg", "",
-    ]  # fmt: skip
+    stages = Averaging().reduction("0", NCCL, 4, "float32", Levels("inside", "between", ((0, 1), (2, 3)))).stages
+    assert [stage.reduce_op for stage in stages] == ["avg", "avg", ""]
 
 
 def lanes(backend: str) -> int:
@@ -173,8 +154,7 @@ def lanes(backend: str) -> int:
     with mock.patch.object(crossing, "plan_crossing", wraps=plan_crossing) as planner:
         dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters()), overlap_forward=True)
     dp_compile.unreplicate(model)
-    found: int = planner.call_args.kwargs["lanes"]
-    return found
+    return planner.call_args.kwargs["lanes"]
 
 
 def test_lanes_of_a_backend(stand_in: Ranks, ranks2: Ranks) -> None:
@@ -216,9 +196,8 @@ def test_one_failure_does_not_stop_the_others() -> None:
     for one, other in zip(first, second, strict=True):
         assert dataclasses.replace(one, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
     failed, different, right = first
-    assert [each.passed for each in first] == [False, False, True]
-    assert "rank 0: ValueError: on purpose, rank 0" in failed.detail
-    assert "rank 1: ValueError: on purpose, rank 1" in failed.detail
+    assert [each.passed for each in first] == [False, False, True], first
+    assert all(f"rank {rank}: ValueError: on purpose, rank {rank}" in failed.detail for rank in (0, 1))
     assert different.detail == "rank 1: layers.0.weight differs, the largest difference is 0.5, allowed is 0.1"
     assert right.detail == "equal bits"
     assert "rank 0 has not ended 'differs', eager. This rank: layers.0.weight differs" in ended

@@ -55,5 +55,4 @@ def parse(text: str) -> fuzzing.FuzzCase:
         TypeError: it names an option that the fuzzer does not have.
     """
     names = {name: getattr(fuzzing, name) for name in ("BlockSpec", "Failure", "FuzzCase", "Micro", "Step")}
-    case: fuzzing.FuzzCase = eval(text, {"__builtins__": {}}, names)
-    return case
+    return eval(text, {"__builtins__": {}}, names)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,7 @@ class Layers(nn.Module):
         self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def make_batch(rank: int, step: int) -> torch.Tensor:
@@ -118,23 +117,6 @@ class NotCompiled(Layers):
         return super().forward(x)
 
 
-def print_nothing(module: nn.Module, *gradients: Any) -> None:
-    print(end="")
-
-
-class Hooked(nn.Module):
-    """With a hook that only plain Python can run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.register_full_backward_hook(print_nothing)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
-
-
 class Unused(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -192,47 +174,35 @@ def test_copies_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"loss_fn": lambda model, x: model(x)}, dp_compile.ModuleError, "loss_fn must return a scalar"),
-        ({"make_model": Hooked}, dp_compile.ModuleError, r"not captured but ran as eager hooks\. .* TORCH_LOGS=dp_com"),
-        ({"make_model": NotCompiled}, dp_compile.ModuleError, r"not captured but ran as eager hooks"),
-    ],
-)
-def test_a_training_with_nothing_to_look_at(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        look_at(replace(TRAINING, **given))
+def test_a_training_with_nothing_to_look_at() -> None:
+    for given, message in (
+        ({"loss_fn": lambda model, x: model(x)}, "loss_fn must return a scalar"),
+        ({"make_model": NotCompiled}, r"not captured but ran as eager hooks\. .* TORCH_LOGS=dp_com"),
+    ):
+        with pytest.raises(dp_compile.ModuleError, match=message):
+            look_at(replace(TRAINING, **given))
 
 
 # --- golden texts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def not_accepting(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.delenv(ACCEPT_VARIABLE, raising=False)
-    return monkeypatch
-
-
 def test_a_missing_file_says_how_to_make_it(
-    seen: testing.SeenBackward, tmp_path: Path, not_accepting: pytest.MonkeyPatch
+    seen: testing.SeenBackward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    not_accepting.chdir(tmp_path)
+    monkeypatch.delenv(ACCEPT_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "golden" / "plan.txt"
-    assert complaint(testing.assert_plan, seen, path) == (
+    assert complaint(testing.assert_plan, seen, path).startswith(
         "there is no golden file golden/plan.txt for the plan yet. Make it with pytest --dp-compile-accept (or "
-        "DP_COMPILE_ACCEPT=1), read it, and commit it."
     )
-    not_accepting.setenv(ACCEPT_VARIABLE, "1")
+    monkeypatch.setenv(ACCEPT_VARIABLE, "1")
     testing.assert_plan(seen, path)
-    not_accepting.setenv(ACCEPT_VARIABLE, "0")
+    monkeypatch.setenv(ACCEPT_VARIABLE, "0")
     testing.assert_plan(seen, path)
     path.write_text(path.read_text().replace("3 buckets", "2 buckets"))
     said = complaint(testing.assert_plan, seen, path)
     assert "the plan is not the one in golden/plan.txt (- expected, + found):" in said
     assert "  -2 buckets, 6 gradients" in said
-    assert "  +3 buckets, 6 gradients" in said
-    assert said.endswith("(or DP_COMPILE_ACCEPT=1), read what changed in git, and commit it.")
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -250,12 +220,6 @@ def tripled_every_other_time() -> nn.Module:
     return model
 
 
-def batch_or_death(rank: int, step: int) -> torch.Tensor:
-    if step == 1 and rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return make_batch(rank, step)
-
-
 def batch_or_trouble(rank: int, step: int) -> torch.Tensor:
     if step == 1 and rank == 0:
         raise ValueError("no more data on this rank")
@@ -264,18 +228,14 @@ def batch_or_trouble(rank: int, step: int) -> torch.Tensor:
     return make_batch(rank, step)
 
 
-def double_layers() -> nn.Module:
-    return Layers().double()
-
-
-def double_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return loss_fn(model, x.double())
+def batch_or_death(rank: int, step: int) -> torch.Tensor:
+    if step == 1 and rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return make_batch(rank, step)
 
 
 def test_a_training_is_that_of_torchs_ddp(ranks2: testing.Ranks) -> None:
     assert testing.assert_same_training(TRAINING, ranks=ranks2, steps=3) < 1e-4
-    double = replace(TRAINING, make_model=double_layers, loss_fn=double_loss)
-    assert testing.assert_same_training(double, ranks=ranks2, steps=2, backend=None) < 1e-12
 
 
 def test_a_wrong_gradient_is_named(ranks2: testing.Ranks) -> None:
@@ -287,40 +247,28 @@ def test_a_wrong_gradient_is_named(ranks2: testing.Ranks) -> None:
     assert "layers.4.weight, rank 0, step 0" not in said
 
 
-def test_ranks_that_raise_or_hang_are_shown(own_ranks: testing.Ranks) -> None:
-    with pytest.raises(testing.RankError) as failed:
-        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_trouble), ranks=own_ranks, timeout_s=10)
-    said = str(failed.value)
-    assert "--- rank 0: Traceback" in said
-    assert "ValueError: no more data on this rank" in said
-    assert "\nrank 0: ValueError: no more data on this rank\nrank 1: hangs\n" in said
+def test_ranks_that_raise_hang_or_are_killed_are_shown(own_ranks: testing.Ranks) -> None:
+    def trouble(make_batch: Any) -> str:
+        with pytest.raises(testing.RankError) as failed:
+            testing.assert_same_training(replace(TRAINING, make_batch=make_batch), ranks=own_ranks, timeout_s=60)
+        return str(failed.value)
+
+    said = trouble(batch_or_trouble)
+    assert "\nrank 0: ValueError: no more data on this rank\nrank 1: hangs\n--- rank 0: Traceback" in said
     assert "--- rank 1: hangs:" in said
     assert "in batch_or_trouble" in said
-
-
-def test_a_rank_that_native_code_kills_says_where(own_ranks: testing.Ranks) -> None:
-    with pytest.raises(testing.RankError) as failed:
-        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_death), ranks=own_ranks, timeout_s=60)
-    said = str(failed.value)
+    said = trouble(batch_or_death)
     assert f"rank 1: died with exit code {-signal.SIGSEGV}\n" in said
     assert "Fatal Python error: Segmentation fault" in said
     assert "in batch_or_death" in said
 
 
-class Interrupted(BaseException):
-    """As a test runner's time-out, or Ctrl-C."""
-
-
-def interrupt(*_: object) -> None:
-    raise Interrupted
-
-
 def test_a_call_that_is_interrupted_does_not_answer_the_next(own_ranks: testing.Ranks) -> None:
     assert own_ranks.run(pow, 2, 3) == [8, 8]
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # as a test runner's time-out, or Ctrl-C
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             own_ranks.run(time.sleep, 1.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

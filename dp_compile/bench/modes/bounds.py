@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,29 +34,32 @@ class Bound(Mode):
 
     def prepare(self, workload: Workload) -> Trainer:
         model = build(workload)
-        buffers = dummies([*trainable(model).values()], self.cap_mb) if self.communicates else []
-        if not self.computes:
-            return _AllReduces(buffers)
+        buffers = zeros_like([*trainable(model).values()], self.cap_mb) if self.communicates else []
 
-        def backward(loss: torch.Tensor) -> None:
-            works = issue(buffers)
-            loss.backward()
-            wait(works)
+        def around(compute: Callable[[], None]) -> None:
+            works = [dist.all_reduce(each, async_op=True) for each in buffers]  # zeros stay zeros
+            compute()
+            for work in works:
+                if work is not None:
+                    work.wait()
 
-        return Loop(workload, model, torch.compile(model, backend=self.backend), backward)
+        if self.computes:
+            compiled = torch.compile(model, backend=self.backend)
+            return Loop(workload, model, compiled, lambda loss: around(lambda: loss.backward()))
+        return _AllReduces(lambda: around(lambda: None))
 
 
 class _AllReduces(Trainer):
     """The trainer of `comm`."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._buffers = buffers
+    def __init__(self, reduce: Callable[[], None]) -> None:
+        self._reduce = reduce
 
     def step(self, batch: Batch) -> None:
-        wait(issue(self._buffers))
+        self._reduce()
 
 
-def dummies(parameters: Sequence[torch.Tensor], cap_mb: float) -> list[torch.Tensor]:
+def zeros_like(parameters: Sequence[torch.Tensor], cap_mb: float) -> list[torch.Tensor]:
     """Zeros of as many bytes as the parameters have, by dtype, none larger than `cap_mb` MiB."""
     buffers: list[torch.Tensor] = []
     for dtype in dict.fromkeys(each.dtype for each in parameters):
@@ -64,17 +67,6 @@ def dummies(parameters: Sequence[torch.Tensor], cap_mb: float) -> list[torch.Ten
         size = max(1, int(cap_mb * BYTES_PER_MB) // dtype.itemsize)
         buffers += [torch.zeros(min(size, count - at), dtype=dtype, device=device()) for at in range(0, count, size)]
     return buffers
-
-
-def issue(buffers: Sequence[torch.Tensor]) -> list[dist.Work | None]:
-    """Start an all-reduce of each on the default group; zeros stay zeros."""
-    return [dist.all_reduce(each, async_op=True) for each in buffers]
-
-
-def wait(works: Sequence[dist.Work | None]) -> None:
-    for each in works:
-        if each is not None:
-            each.wait()
 
 
 KINDS: Final = (Bound("compute", False, True), Bound("comm", True, False), Bound("oracle", True, True))
