@@ -153,16 +153,6 @@ def test_sync_in_backward_of_a_compiled_model() -> None:
 
 
 @on_ranks("ranks2")
-def test_without_hooks_torchs_own_wrapper_reduces() -> None:
-    with pytest.MonkeyPatch.context() as patch, as_launched(), accelerator(True) as this:
-        patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
-        model = this.prepare(nn.Linear(2, 1, bias=False))
-        assert type(model) is nn.parallel.DistributedDataParallel
-        this.backward(model(torch.full((1, 2), float(dist.get_rank()))).sum())
-        assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
-
-
-@on_ranks("ranks2")
 def test_never_silently() -> None:
     """accelerate itself gives a model that was prepared for evaluation before back as it is: not reduced."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
@@ -203,15 +193,14 @@ def test_the_page(ranks2: Ranks) -> None:
 # --- accelerate's own tests -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["test_sync", pytest.param("test_script", marks=pytest.mark.nightly)])
-def test_accelerates_own(script: str, tmp_path: Path) -> None:
+def test_accelerates_own(tmp_path: Path) -> None:
     """As its authors wrote them, with our `Accelerator` under its name."""
     environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     tests = Path(__file__).parents[1]
     environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), *filter(None, [environ.get("PYTHONPATH")])])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launch, str(tests / "accelerate_script.py"), script],
+        [*launch, str(tests / "accelerate_script.py"), "test_sync"],
         env=environ,
         cwd=tmp_path,
         capture_output=True,

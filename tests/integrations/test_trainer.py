@@ -25,17 +25,13 @@ pytestmark = pytest.mark.skipif(
 )
 STEPS = 20
 TEXT = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text().encode()
-COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-ACCUMULATED = COMPILED | {
+ACCUMULATED = {
+    "torch_compile": True,
+    "torch_compile_backend": "aot_eager",
     "gradient_accumulation_steps": 2,
     "average_tokens_across_devices": True,
     "gradient_checkpointing": True,
     "ddp_broadcast_buffers": False,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {"ddp_find_unused_parameters": False},
-    "compiled": ACCUMULATED,
-    "resumed": ACCUMULATED,
 }
 
 
@@ -51,7 +47,7 @@ def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
 
-def trainer_of(ours: bool, case: str, folder: str, **more: Any) -> Any:
+def trainer_of(ours: bool, folder: str, **options: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from dp_compile.integrations.transformers import DPCompileTrainer
@@ -70,11 +66,11 @@ def trainer_of(ours: bool, case: str, folder: str, **more: Any) -> Any:
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **CASES[case],
+        **options,
     )
     kind = DPCompileTrainer if ours else Trainer
     model = GPT2LMHeadModel(config)
-    return kind(model=model, args=arguments, train_dataset=texts(), data_collator=padded, **more)
+    return kind(model=model, args=arguments, train_dataset=texts(), data_collator=padded)
 
 
 def ways_of(trainer: Any) -> set[str]:
@@ -99,17 +95,17 @@ def outcome(trainer: Any) -> tuple[list[float], list[float], list[float]]:
     return [entry["loss"] for entry in steps], norms, parameters
 
 
-def fine_tune(case: str, folder: str) -> tuple[Any, Any, list[str]]:
+def fine_tune(resumed: bool, folder: str) -> tuple[Any, Any, list[str]]:
     """Both trainers; or ours goes on from where the other one was halfway."""
     from accelerate.state import AcceleratorState
 
     with as_launched() as lines:
-        theirs = trainer_of(False, case, f"{folder}/theirs")
+        theirs = trainer_of(False, f"{folder}/theirs", **ACCUMULATED)
         theirs.train()
         AcceleratorState._reset_state(reset_partial_state=True)
-        ours = trainer_of(True, case, f"{folder}/ours")
+        ours = trainer_of(True, f"{folder}/ours", **ACCUMULATED)
         ways, halfway = ways_of(ours), None
-        if case == "resumed":
+        if resumed:
             ours.evaluate(texts()[:8])  # transformers would not wrap its model any more
             halfway = f"{folder}/theirs/checkpoint-{STEPS // 2}"
         ours.train(resume_from_checkpoint=halfway)
@@ -117,16 +113,14 @@ def fine_tune(case: str, folder: str) -> tuple[Any, Any, list[str]]:
         dist.barrier()
         saved = json.loads(Path(folder, "ours", f"checkpoint-{STEPS}", "config.json").read_text())
         assert (type(ours.model).__name__, saved["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
-        assert ways - {"captured without sync"} == {"eager hooks" if case == "plain" else "captured"}
+        assert ways - {"captured without sync"} == {"captured"}
         assert len(outcome(ours)[0]) == STEPS
         return outcome(ours), outcome(theirs), lines
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "compiled" else [pytest.mark.nightly]) for case in CASES]
-)
-def test_every_step_as_transformers(ranks2: Ranks, case: str, tmp_path: Path) -> None:
-    outcomes = ranks2.run(fine_tune, case, str(tmp_path))
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_every_step_as_transformers(ranks2: Ranks, resumed: bool, tmp_path: Path) -> None:
+    outcomes = ranks2.run(fine_tune, resumed, str(tmp_path))
     assert_same_steps(outcomes, "after the first step parameters are equal on 2 ranks")
 
 
@@ -134,7 +128,7 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[s
     """The page's lines: what is said in the log, the parameters, and the class that was saved."""
     from accelerate.state import AcceleratorState
 
-    made = trainer_of(False, "plain", folder)
+    made = trainer_of(False, folder)
     AcceleratorState._reset_state(reset_partial_state=True)
     rows = [{"input_ids": row, "labels": row} for row in torch.tensor(list(TEXT[: 16 * 6])).view(6, 16)]
     names: dict[str, Any] = {"model": made.model, "dataset": rows}
@@ -176,7 +170,7 @@ def test_models_that_would_not_be_reduced(tmp_path: Path) -> None:
         return pytest.raises(dp_compile.DPCompileError, match=f"^{text}")
 
     with as_launched():
-        made = trainer_of(True, "plain", str(tmp_path))
+        made = trainer_of(True, str(tmp_path))
         with refused("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both"):
             Alone()
         with refused("GPT2LMHeadModel was not wrapped by dp_compile"):

@@ -60,7 +60,6 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "inductor": torch.compile,
     "in parts": compile_parts,
     "eager hooks": compile_whole,
-    "not compiled": not_compiled,
 }
 
 
@@ -69,11 +68,9 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     ("way", "policy"),
     [
         ("captured", MixedPrecisionPolicy(BF16)),
-        ("captured", MixedPrecisionPolicy(BF16, F32)),
         pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
         ("in parts", MixedPrecisionPolicy(BF16)),
         ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
-        ("not compiled", MixedPrecisionPolicy(BF16, F32)),
     ],
 )
 @on_ranks("ranks")
@@ -113,8 +110,7 @@ def test_as_fsdp(way: str, policy: MixedPrecisionPolicy) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    expected = {"eager hooks": "eager hooks", "not compiled": "eager hooks"}.get(way, "captured")
-    assert dp_compile.report(model).backwards[expected] == 3
+    assert dp_compile.report(model).backwards[way if way == "eager hooks" else "captured"] == 3
     dp_compile.unreplicate(model)
 
 
@@ -208,8 +204,7 @@ class TestForward:
         assert model(X).dtype == F32
         assert not hasattr(model, "_dp_compile_precision")
 
-    @pytest.mark.parametrize("compiled", [False, True])
-    def test_parameters_are_back_after_an_error(self, compiled: bool) -> None:
+    def test_parameters_are_back_after_an_error(self) -> None:
         class Fails(Net):
             fails = False
 
@@ -221,16 +216,13 @@ class TestForward:
                 return result
 
         model = replicated(Fails())
-        run = compile_whole(model) if compiled else model
-        for fails in (False, True):
-            model.fails = fails
-            with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
-                backward(run(X))
-            assert all(isinstance(each, nn.Parameter) for each in model.parameters())
+        for run in (model, compile_whole(model)):
+            for model.fails in (False, True):
+                with pytest.raises(KeyboardInterrupt) if model.fails else nullcontext():
+                    backward(run(X))
+                assert all(isinstance(each, nn.Parameter) for each in model.parameters())
         model.fails = False
-        twin = copy.deepcopy(model.state_dict())
         assert run(X).dtype == BF16
-        assert all(torch.equal(twin[name], value) for name, value in model.state_dict().items())
         dp_compile.unreplicate(model)
 
     def test_what_is_not_cast(self) -> None:
@@ -275,9 +267,7 @@ class TestForward:
         for options, seen, weight in [
             ({}, BF16, BF16),
             ({"cast_forward_inputs": False}, F32, BF16),
-            ({"output_dtype": F32}, F32, F32),
             ({"output_dtype": torch.float64, "param_dtype": None}, torch.float64, torch.float64),
-            ({"param_dtype": F32}, F32, F32),
         ]:
             model = replicated(Echo(), **options)
             for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -421,8 +411,8 @@ class TestRefused:
     def test_policies(self) -> None:
         for policy, message in [
             (MixedPrecisionPolicy(param_dtype=torch.int32), "param_dtype of mp_policy must be one of .* torch.int32"),
-            (MixedPrecision(BF16), "must be a torch.distributed.fsdp.MixedPrecisionPolicy, got MixedPrecision"),
-            (CustomPolicy(lambda module: False), "got CustomPolicy. For another policy in a part"),
+            (MixedPrecision(BF16), "must be a torch.distributed.fsdp.MixedPrecisionPolicy .* got MixedPrecision"),
+            (CustomPolicy(lambda module: False), "for another one in a part call replicate.* got .*CustomPolicy"),
         ]:
             with pytest.raises(dp_compile.ConfigError, match=message):
                 dp_compile.replicate(mlp(), mp_policy=policy)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
@@ -75,10 +75,8 @@ class TestLocal:
 
     # --- bad input
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"bucket_cap_mb": -1}, "bucket_cap_mb must be > 0 .*, got -1"),
+    def test_bad_options(self) -> None:
+        refused: list[tuple[dict[str, Any], str]] = [
             ({"passes": ["bucket"]}, "passes must hold graph passes"),
             ({"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
             ({"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
@@ -87,23 +85,19 @@ class TestLocal:
             ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
             ({"config": {"check_nan": True}}, "config must be a ReplicateConfig, got dict"),
             ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "not in the given process group"),
-        ],
-    )
-    def test_bad_options(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(dp_compile.ConfigError, match=message):
-            dp_compile.replicate(Net(), **options)
+        ]
+        for options, message in refused:
+            with pytest.raises(dp_compile.ConfigError, match=message):
+                dp_compile.replicate(Net(), **options)
 
-    @pytest.mark.parametrize(
-        ("module", "message"),
-        [
+    def test_nothing_to_train(self) -> None:
+        refused: list[tuple[Any, str]] = [
             (Net().requires_grad_(False), "Net has no parameter that requires a gradient"),
-            (nn.ReLU(), "ReLU has no parameter"),
             (lambda x: x, r"takes an nn\.Module, got function"),
-        ],
-    )
-    def test_nothing_to_train(self, module: Any, message: str) -> None:
-        with pytest.raises(dp_compile.ModuleError, match=message):
-            dp_compile.replicate(module)
+        ]
+        for module, message in refused:
+            with pytest.raises(dp_compile.ModuleError, match=message):
+                dp_compile.replicate(module)
 
     def test_gradients_of_another_dtype(self) -> None:
         model = Net().bfloat16()
@@ -245,18 +239,13 @@ def disagree(how: str) -> tuple[str, float]:
     """An error, and how long it took; later calls of all ranks still match."""
     second = dist.get_rank() == 1
     options: dict[str, Any] = {}
-    model: nn.Module = Net(width=6 if second and how == "shape" else 4)
-    if second and how == "frozen":
-        model.head.bias.requires_grad_(False)
+    model = Net(width=6 if second and how == "shape" else 4)
     if second and how == "cap":
         options["bucket_cap_mb"] = 3
     if second and how == "error":
         model.requires_grad_(False)
     if second and how == "bug":
         options["bucket_policy"] = fails
-    if how == "nothing to cast":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
-        model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]) if second else model
     start = time.monotonic()
     try:
         dp_compile.replicate(model, **options)
@@ -267,9 +256,7 @@ def disagree(how: str) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize(
-    ("how", "difference"), [("shape", "body.0.weight"), ("frozen", "head.bias"), ("cap", "bucket_cap_mb is 3")]
-)
+@pytest.mark.parametrize(("how", "difference"), [("shape", "body.0.weight"), ("cap", "bucket_cap_mb is 3")])
 def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> None:
     for text, seconds in ranks.run(disagree, how):
         assert text.startswith("DesyncError")
@@ -283,7 +270,6 @@ def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> Non
     [
         ("error", "ModuleError: ", "Net has no parameter that requires a gradient"),
         ("bug", "", "ZeroDivisionError: a bug"),
-        ("nothing to cast", "ModuleError: ", "ParameterList has no floating parameter that param_dtype=torch.bfl"),
     ],
 )
 def test_error_on_one_rank_reaches_the_other(ranks: Ranks, how: str, kind: str, message: str) -> None:
@@ -310,13 +296,11 @@ def test_a_call_that_another_rank_does_not_make(own_ranks: Ranks, call: str) -> 
     assert own_ranks.run(one_rank_only, call)[0] == f"{call}(): {missing} not called {call}() after 2 s"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @on_ranks("ranks")
-def test_a_step_after_the_end_of_the_group(compiled: bool) -> None:
-    config = dp_compile.ReplicateConfig(backend="aot_eager")
+def test_a_step_after_the_end_of_the_group() -> None:
     group = dist.new_group(list(range(dist.get_world_size())), group_desc="short-lived")
-    model = dp_compile.replicate(Net(), process_group=group, config=config)
-    call = torch.compile(model, backend="aot_eager") if compiled else model
+    model = dp_compile.replicate(Net(), process_group=group, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    call = torch.compile(model, backend="aot_eager")
     call(torch.ones(1, 4)).sum().backward()
     dist.destroy_process_group(group)
     with torch.no_grad():
@@ -345,9 +329,8 @@ def test_buffers_of_the_first_rank_are_copied_after_each_synchronised_backward(r
     assert ranks2.run(buffers_follow) == [[1, 2, 3], [1, 2, 4]]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @on_ranks("ranks2")
-def test_beside_fully_shard(compiled: bool) -> None:
+def test_beside_fully_shard() -> None:
     """Part of a model is sharded by torch, the rest replicated."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -355,16 +338,14 @@ def test_beside_fully_shard(compiled: bool) -> None:
     alone = copy.deepcopy(model)
     fully_shard(model.body)
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run = torch.compile(model, backend="aot_eager")
     batches = [torch.full((2, 4), 1.0 + rank) for rank in range(2)]
     run(batches[dist.get_rank()]).square().mean().backward()
     (sum(alone(batch).square().mean() for batch in batches) / 2).backward()
-    worst = 0.0
     for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
         grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-        worst = max(worst, float((grad - reference.grad).abs().max()))
+        assert float((grad - reference.grad).abs().max()) < 1e-6
     assert dp_compile.report(model).backwards == {"eager hooks": 1}
-    assert worst < 1e-6
 
 
 @pytest.mark.parametrize(
