@@ -85,7 +85,7 @@ class Table:
 
     def post(self, key: str, value: Any) -> None:
         with self._asking(math.inf):
-            self.store.set(key, json.dumps(value, sort_keys=True))
+            self.store.set(key, json.dumps(value))  # in its order: of a statement the first difference is named
 
     def read(self, key: str, patience_s: float, absent: str = "") -> Any:
         """What a rank has posted.

@@ -94,6 +94,7 @@ KINDS: dict[str, Any] = {
 
 def gradients(module: nn.Module, model: nn.Module) -> list[torch.Tensor]:
     for step in range(2):
+        module.zero_grad()
         if step and isinstance(module, torch.fx.GraphModule):
             (relu,) = module.graph.find_nodes(op="call_module", target="1")
             with module.graph.inserting_after(relu):
@@ -105,6 +106,7 @@ def gradients(module: nn.Module, model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("fake_group")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_class_trains(kind: str) -> None:
     """The wrapper takes all, `replicate` swaps the class. The sum of the fake group is this rank's half."""
