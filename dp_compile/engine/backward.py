@@ -37,11 +37,11 @@ from dp_compile.engine.hooks import (
     LocalArrivals,
     NoArrivals,
     ReductionRound,
-    Reporting,
     await_inner,
     launches_so_far,
     leave,
     reduce_eagerly,
+    reporting,
 )
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
@@ -353,7 +353,7 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
     replicas = state.replicas
     known = [len(replica.history.captures) for replica in replicas]
     arrivals = {each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}
-    with capture() as begun, Reporting(arrivals):
+    with capture() as begun, reporting(arrivals):
         try:
             result = call.run()
         finally:

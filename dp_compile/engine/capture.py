@@ -20,7 +20,8 @@ from dp_compile._torch.dtensors import placements_of
 from dp_compile.engine import window
 from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
 from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Sites, find_sites
-from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks, reduce_eagerly
+from dp_compile.engine.guards import check_gradients_have_hooks
+from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import DPCompileError, ReductionError

@@ -1,7 +1,7 @@
 """Guards of a module between backwards: is it the one that was replicated, equal on all ranks, with finite gradients?
 
 - Intact: parameters may be replaced, added, unfrozen or moved. A captured backward is looked at when its graph or the
-  tensors in it are new (`hooks.check_gradients_have_hooks`, `compile.py`), every other one before it runs. A walk
+  tensors in it are new (`check_gradients_have_hooks`, `compile.py`), every other one before it runs. A walk
   through a large module takes milliseconds, so it is done when a short look finds other objects than at the last one.
 - Equal: a rank that loads weights alone, or sets gradients by hand, trains another model without an error. After a
   synchronised backward a sum over the bits of each parameter is all-reduced (maximum and minimum); the next one looks
@@ -68,6 +68,27 @@ def check_intact(replica: Replica) -> None:
     _refuse(_REPLACED, [name for name, _ in _strangers(replica)])
     _refuse(_ADDED, [name for name, _ in _added(replica)])
     _remember(replica)
+
+
+def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:
+    """Every parameter that got a gradient has to be reduced.
+
+    Args:
+        hooked: indices of the parameters whose hook is called in this backward.
+        accumulated: every tensor that gets a gradient in this backward.
+
+    Raises:
+        ReductionError: a parameter of the module gets a gradient but has no hook, or as in `refuse_unreduced`.
+    """
+    index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+    if unhooked := sorted({index_of[id(each)] for each in accumulated if id(each) in index_of}.difference(hooked)):
+        raise ReductionError(
+            f"not reduced: {replica.name_list(unhooked)}. The gradient arrived but its hook did not run: it was "
+            "probably removed, or the parameter's hooks were replaced. Call replicate() again on a fresh module."
+        )
+    foreign = [tensor for tensor in accumulated if id(tensor) not in index_of]
+    if foreign:
+        refuse_unreduced(replica, foreign)
 
 
 def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:

@@ -8,26 +8,24 @@ could not capture one backward still works together with ranks that could.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, pairs
 from dp_compile._torch.distributed import group_of_name
-from dp_compile.comm_hooks.functional import State
 from dp_compile.engine import events
 from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
-from dp_compile.engine.guards import refuse_unreduced
 from dp_compile.engine.plan_sync import is_of_other_ranks, settle
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.errors import ReductionError
@@ -98,43 +96,24 @@ class NoArrivals:
         )
 
 
-class Reporting:
+@contextlib.contextmanager
+def reporting(arrivals: Mapping[Replica, Arrivals]) -> Iterator[None]:
     """Inside, hooks of these modules report there."""
-
-    __slots__ = ("_arrivals", "_before")
-
-    def __init__(self, arrivals: Mapping[Replica, Arrivals]) -> None:
-        self._arrivals = arrivals
-
-    def __enter__(self) -> None:
-        self._before = [(replica, replica.arrivals_in) for replica in self._arrivals]
-        for replica, now in self._arrivals.items():
-            replica.arrivals_in = now
-
-    def __exit__(self, *error: object) -> None:
-        for replica, earlier in self._before:
+    before = [(replica, replica.arrivals_in) for replica in arrivals]
+    for replica, now in arrivals.items():
+        replica.arrivals_in = now
+    try:
+        yield
+    finally:
+        for replica, earlier in before:
             replica.arrivals_in = earlier
 
 
-@dataclass(slots=True)
-class HookHandle:
-    """Takes the hooks of a replica off again."""
-
-    handles: list[RemovableHandle] = field(default_factory=list)
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
-
-def install_hooks(replica: Replica) -> HookHandle:
-    """Put one hook on each parameter of a replica."""
-    return HookHandle(
-        [
-            parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
-            for index, parameter in enumerate(replica.parameters)
-        ]
+def install_hooks(replica: Replica) -> None:
+    """Put one hook on each parameter of a replica; `Replica.hook_handles` take them off."""
+    replica.hook_handles = tuple(
+        parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
+        for index, parameter in enumerate(replica.parameters)
     )
 
 
@@ -332,19 +311,20 @@ class ReductionRound:
         self.awaited = [member.gradient.index for member in reversed(rest[0].members)] if rest else None
 
     def _launch(self, bucket: Bucket, flags: torch.Tensor | None) -> None:
-        number = len(self.flights)
+        number, hook = len(self.flights), bucket.key.reduction.hook
+        members = () if hook in (None, CALLED) else bucket.members  # only functional hooks remember
         ops = EagerOps(
             bucket,
             [self._source(member.gradient.index, flags) for member in bucket.members],
             self.replica.device,
             partial(self.told.during, events.LAUNCH, number),
             partial(self.told.during, events.WAIT, number),
-            state=self._state_of_hook(bucket),
+            state=[self.replica.state_of_hook(member.gradient.index) for member in members],
             memory=self.memory,
         )
-        reducing, hook = reduce_bucket(bucket, ops), self.replica.called_hook
-        if hook is not None and bucket.key.reduction.hook == CALLED:
-            reducing = reduce_by_call(hook, bucket, ops, self.replica.parameters, self.replica.plan)
+        reducing, called = reduce_bucket(bucket, ops), self.replica.called_hook
+        if called is not None and hook == CALLED:
+            reducing = reduce_by_call(called, bucket, ops, self.replica.parameters, self.replica.plan)
         self.flights.append(_Flight(bucket, ops, reducing))
         self._await_next()
         if self.due is None:
@@ -354,13 +334,11 @@ class ReductionRound:
         while self._launch_stage() != (number, 0):
             pass
         # Not yet the last stages: this rank would stand still until the slow link has carried all before them.
-        while self.due and self.due[0][1] and not self._is_held_back(*self.due[0]):
+        while self.due and (stage := self.due[0][1]):
+            stages = self.replica.plan.buckets[self.due[0][0]].key.reduction.stages
+            if stage == len(stages) - 1 and is_handed_back_at_the_end(stages):
+                break
             self._launch_stage()
-
-    def _state_of_hook(self, bucket: Bucket) -> list[State]:
-        if bucket.key.reduction.hook in (None, CALLED):
-            return []
-        return [self.replica.state_of_hook(member.gradient.index) for member in bucket.members]
 
     def order(self) -> list[tuple[int, int]]:
         """What is launched, as bucket and stage."""
@@ -375,10 +353,6 @@ class ReductionRound:
         with torch.no_grad():
             next(flight.reducing)
         return number, stage
-
-    def _is_held_back(self, number: int, stage: int) -> bool:
-        stages = self.replica.plan.buckets[number].key.reduction.stages
-        return stage == len(stages) - 1 and is_handed_back_at_the_end(stages)
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters
@@ -420,7 +394,7 @@ def reduce_eagerly(
             this.new = frozenset(index for index, each in enumerate(replica.parameters) if each.grad is None)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
-    with Reporting(local | {each.replica: each for each in rounds}):
+    with reporting(local | {each.replica: each for each in rounds}):
         with events.telling_of_backward(events.Backward(tuple(synced), captured=False)) as told:
             for each, listeners in zip(rounds, told, strict=True):
                 each.told = listeners
@@ -518,29 +492,3 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
         this.graph_task = autograd.graph_task()
         autograd.queue_after_backward(this.finish)
     return this
-
-
-def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:
-    """The guard: every parameter that got a gradient has to be reduced.
-
-    Args:
-        hooked: indices of the parameters whose hook is called in this backward.
-        accumulated: every tensor that gets a gradient in this backward.
-
-    Raises:
-        ReductionError: a parameter of the module gets a gradient but has no hook, was frozen when the module was
-            replicated, or replaced another one since.
-    """
-    present = set(hooked)
-    index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
-    unhooked = [
-        index_of[id(tensor)] for tensor in accumulated if id(tensor) in index_of and index_of[id(tensor)] not in present
-    ]
-    if unhooked:
-        raise ReductionError(
-            f"not reduced: {replica.name_list(unhooked)}. The gradient arrived but its hook did not run: it was "
-            "probably removed, or the parameter's hooks were replaced. Call replicate() again on a fresh module."
-        )
-    foreign = [tensor for tensor in accumulated if id(tensor) not in index_of]
-    if foreign:
-        refuse_unreduced(replica, foreign)

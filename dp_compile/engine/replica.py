@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, distributed
 from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part
@@ -77,12 +78,6 @@ class TakesParts(Protocol):
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         """Take this rank's part of a bucket, by its number in the plan, from a backward that was not captured."""
-
-
-class Removable(Protocol):
-    """Something that was installed and can be taken off."""
-
-    def remove(self) -> None: ...
 
 
 class Uneven(Protocol):
@@ -196,8 +191,8 @@ class Replica:
     """What the passes do, as they were when the module was replicated."""
     _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
 
-    hooks: Removable | None = None
-    """What reduces, until it is taken off."""
+    hook_handles: tuple[RemovableHandle, ...] = ()
+    """Of the hooks on its parameters, which reduce."""
 
     # Switches of the next backwards.
     sync: bool = True

@@ -229,7 +229,7 @@ class Shard(Part):
             self._place_numbers(index, optimizer.state[parameter])
         self._own, self.pieces = {}, {}
         replica = self.setup.replica_if_alive
-        if replica is not None and replica.hooks is not None:
+        if replica is not None and replica.hook_handles:
             scatter(replica, frozenset())
             replica.after.parts_to = None
 

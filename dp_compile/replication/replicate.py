@@ -375,7 +375,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     else:
         replica.sync = pending.sync
     owners.add(replica)
-    replica.hooks = install_hooks(replica)
+    install_hooks(replica)
     set_state(module, replica)
     # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
     nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
@@ -490,9 +490,9 @@ def release_abandoned(module: nn.Module) -> None:
 
 
 def _release(replica: Replica) -> None:
-    if replica.hooks is not None:
-        replica.hooks.remove()
-    replica.hooks = None
+    for handle in replica.hook_handles:
+        handle.remove()
+    replica.hook_handles = ()
     for each in replica.after.updates:
         each.released()
     if replica.comm_hook is not None and replica.comm_hook.memory is not None:
