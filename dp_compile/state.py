@@ -22,7 +22,7 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
     """A tensor cut along its first dimension over data parallel, in addition to how tensor parallel has cut it.
 
     On a (dp, tp) mesh a parameter with one placement over `tp` gives a DTensor `[Shard(0), placement]`; a plain tensor,
-    the same on all ranks, `[Shard(0), Replicate()]`. In memory of its own, without a gradient. Runs collectives over
+    the same on all ranks, `[Shard(0), Replicate()]`. In new memory, without a gradient. Runs collectives over
     `tp` where that cuts the first dimension too: every rank of the parent mesh has to call it.
 
     Args:

@@ -96,13 +96,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's; in training with `dp_compile.DistributedDataParallel`, and compiled afterwards.
-
-        Raises:
-            ModuleError: the model is wrapped or replicated already, or cannot be replicated.
-            ConfigError: an option is not supported.
-            DesyncError: ranks prepare different models.
-        """
+        """As accelerate's; in training with `dp_compile.DistributedDataParallel`, and compiled afterwards."""
         is_again = isinstance(unwrap(model), DistributedDataParallel) and getattr(model, _PREPARED, False)
         if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
             return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
@@ -182,7 +176,7 @@ def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
 
 def _refuse_other_parallelism(accelerator: AcceleratesOwn) -> None:
     remedy = "Use accelerate's own Accelerator for that."
-    # Not only the type: on CPUs accelerate goes on without shards, whatever was asked for.
+    # Not only the type: on CPUs accelerate goes on without shards, even if they were asked for.
     variables = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
     if variables or accelerator.distributed_type not in _WHOLE:
         asked = " and ".join(variables) or f"distributed_type {accelerator.distributed_type.value}"

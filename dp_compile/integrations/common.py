@@ -38,11 +38,7 @@ _WAYS: Final = {
 
 
 def refuse_other_versions(package: str) -> None:
-    """Refuse releases that were not tried: what integrations override there is no promise of its authors.
-
-    Raises:
-        ConfigError: another release is installed.
-    """
+    """Refuse releases that were not tried: what integrations override there is no promise of its authors."""
     installed, (first, end) = version(package), TESTED[package]
     # The release: `1.15.0rc1+cpu` is (1, 15), the last number may have letters.
     release = tuple(int(part) for part in installed.split("+")[0].split(".")[:2] if part.isdigit())
@@ -55,11 +51,7 @@ def refuse_other_versions(package: str) -> None:
 
 
 def options(given: ReplicateConfig | None, backend: str | None = None) -> ReplicateConfig:
-    """The options that the user gave; without any, what compiles the forward compiles the backward as well.
-
-    Raises:
-        ConfigError: something else was given.
-    """
+    """The options that the user gave; without any, the backend of the forward compiles the backward as well."""
     if not isinstance(given, ReplicateConfig | None):
         raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(given).__name__}.")
     if given is None:
@@ -68,15 +60,7 @@ def options(given: ReplicateConfig | None, backend: str | None = None) -> Replic
 
 
 def refuse_managed(module: nn.Module, by: str) -> None:
-    """Refuse a model that is reduced already. What a wrapper did that is gone since does not count.
-
-    Args:
-        module: what a framework is about to wrap.
-        by: what wraps it, for the text.
-
-    Raises:
-        ModuleError: it is wrapped or replicated.
-    """
+    """Refuse a model that is reduced already, naming what is about to wrap it. Wrappers that are gone do not count."""
     inner = unwrap(module)
     release_abandoned(inner)
     if isinstance(inner, DistributedDataParallel | TorchDDP):
@@ -104,13 +88,6 @@ def watch_first_step(module: nn.Module, framework: str) -> None:
     A framework stands between user and model, so a model that is not reduced shows only once the training is bad. The
     comparison is in the second synchronised backward: every rank has ended the first step then. Nothing happens if
     torch's own DDP reduces the module, as with `ddp_python_hook=False`.
-
-    Args:
-        module: a replicated module.
-        framework: what wrapped it, for the log.
-
-    Raises:
-        ModuleError: the module waits for its first forward.
     """
     if is_replicated(module):
         compare_first_step(replica_of(module), partial(_log, framework))

@@ -77,24 +77,10 @@ class TrainerStrategy(_Wrapping):
 
 
 class FabricStrategy(_Wrapping):
-    """Lightning Fabric's `DDPStrategy`, with `dp_compile.DistributedDataParallel` in it.
-
-    Args:
-        args: as Lightning's.
-        replicate_config: options of `dp_compile.replicate`; the options of torch's DDP among `kwargs` win.
-        kwargs: as Lightning's.
-
-    Raises:
-        ConfigError: an option is not supported.
-    """
+    """Lightning Fabric's `DDPStrategy`, as `TrainerStrategy`."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap a module.
-
-        Raises:
-            ModuleError: it is wrapped or replicated already, or cannot be replicated.
-            ConfigError: an option is not supported.
-        """
+        """Wrap a module."""
         wrapped = self._wrap(module)
         watch_first_step(wrapped, "lightning fabric")
         return wrapped
@@ -104,11 +90,7 @@ def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]
     """Classes of both kinds, registered with the package: no entry point fills the registries where it looks.
 
     Args:
-        trainer: where one of Lightning's two packages has what its `Trainer` uses.
-        fabric: where it has what its `Fabric` uses.
-
-    Raises:
-        ConfigError: a release of it that was not tried is installed.
+        trainer, fabric: the modules in which one of Lightning's two packages has its `Trainer` and its `Fabric`.
     """
     package = trainer.partition(".")[0]
     refuse_other_versions(package)

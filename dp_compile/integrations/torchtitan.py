@@ -1,6 +1,6 @@
 """torchtitan: `parallelize` as the `parallelize_fn` of a model spec, and everything else as before.
 
-torchtitan 0.3 has no way of its own to keep whole parameters on each rank: its data parallelism is FSDP, with a shard
+torchtitan 0.3 has no way to keep whole parameters on each rank: its data parallelism is FSDP, with a shard
 degree of one if need be. Its trainer calls the function of the spec with a model on the meta device, gives the model
 values afterwards, and divides the loss by the tokens of all ranks: gradients are added up here, and not divided.
 """
@@ -62,14 +62,9 @@ def parallelize(
 
     Args:
         model: what the trainer has built, on the meta device or with values. It is changed.
-        parallel_dims: the trainer's. `dp_replicate` is the number of ranks.
-        training: the job's `TrainingConfig`.
-        parallelism: the job's `ParallelismConfig`.
-        compile_config: the job's `CompileConfig`. `inductor` and `aot_eager` compile the backward too, any other
-            backend leaves it to Inductor.
-        ac_config: the job's activation checkpointing, or `None`.
-        dump_folder: for what activation checkpointing writes.
-        replicate_config: options of `dp_compile.replicate`, by `functools.partial`. What the job says of dtypes wins.
+        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: as torchtitan passes them;
+            `inductor` and `aot_eager` compile the backward too, any other backend leaves it to Inductor.
+        replicate_config: options of `dp_compile.replicate`, by `functools.partial`. The job's dtypes win.
 
     Raises:
         ConfigError: the job asks for what is not done here: shards, other parallelism, quantization, offloading, CUDA
@@ -91,7 +86,7 @@ def parallelize(
 
 
 class _Steps(Installed):
-    """In front of the forward, behind what starts the replication.
+    """A pre-hook of the forward, after the one that starts the replication.
 
     Of the micro steps of a step the last one reduces. Reducing each would add up what is reduced already: gradients
     are not divided.
@@ -190,7 +185,7 @@ def _refuse_chunks(model: nn.Module) -> None:
     """In the first forward: the loss is none of what a `parallelize_fn` is given."""
     if getattr(model, "_skip_lm_head", False):
         raise ConfigError(
-            "the job's loss is a ChunkedLossWrapper, which runs backwards of lm_head piece by piece, apart from the "
+            "the job's loss is a ChunkedLossWrapper, which runs backwards of lm_head piece by piece, without the "
             "model's own; dp_compile reduces the gradients of a whole backward. Give the job the loss that is inside "
             "of it: config.loss = config.loss.loss_fn."
         )

@@ -52,11 +52,7 @@ class DPCompileMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, and the accelerator becomes ours.
-
-        Raises:
-            ConfigError, ModuleError: as for the class.
-        """
+        """As the trainer's, and the accelerator becomes ours."""
         trainer = _trainer(self)
         if trainer.args.n_gpu > 1:
             raise ConfigError(
@@ -84,7 +80,7 @@ class DPCompileMixin:
         """As the trainer's.
 
         Raises:
-            ModuleError: the model was prepared by somebody else, and would not be reduced here.
+            ModuleError: the model was not prepared here, and would not be reduced.
         """
         if not self._is_checked:
             self._check_reduced(model)
@@ -98,7 +94,7 @@ class DPCompileMixin:
         if _trainer(self).args.world_size > 1 and trains and not is_wrapped:
             raise ModuleError(
                 f"{class_name(inner)} was not wrapped by dp_compile: it was loaded in shards, or {type(self).__name__} "
-                "prepares models in a way of its own. Load it whole on each rank; or use a trainer without "
+                "prepares models in another way. Load it whole on each rank; or use a trainer without "
                 "DPCompileMixin."
             )
 

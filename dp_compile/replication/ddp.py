@@ -59,21 +59,16 @@ class DistributedDataParallel(nn.Module, Joinable):
     `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them. Copies and
     loaded pickles reduce as well, from their first forward with gradients on.
 
+    Arguments are torch's, and these differ:
+
     Args:
-        module: the module to wrap; also found as `.module`.
         device_ids: `None`, or one device: inputs are moved there. The module has to be there already.
-        output_device: `None`, or the same device.
         dim: only 0, the batch dimension.
         broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward;
             `False`: neither.
         init_sync: only `True`: ranks compare and copy their state at the start.
-        process_group: whom to average with.
         bucket_cap_mb: MiB at which a bucket is closed; without it, `config` says where buckets end.
-        find_unused_parameters: see `ReplicateConfig`.
         gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
-        static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
-        check_reduction: without effect, as in torch; see `ReplicateConfig.check_reductions`.
-        device_mesh: a mesh with one dimension, in place of `process_group`.
         forward_sync_buffers: copy buffers after each synchronised backward; at the start they are copied in any case.
         ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
         mp_policy: as in `replicate`; it acts in the wrapper's forward, not in that of `.module`.

@@ -9,7 +9,7 @@ can be in the same context.
       plans that are due, buckets, buffers     ==         the same, with zeros
 
 The entry of the engine announces each synchronised backward before its first collective; accumulation inside
-`no_sync()` is nobody else's affair.
+`no_sync()` concerns this rank alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def join(
         modules: replicated modules of one process group. With several, each has one synchronised backward per step,
             in this order, or they share one.
         divide_by_initial_world_size: `True`: gradients are divided by the size of the group. `False`: by the number
-            of ranks that still have inputs. Without effect beside a `gradient_divide_factor` or a comm hook.
+            of ranks that still have inputs. Without effect with a `gradient_divide_factor` or a comm hook.
         enable: `False`: do nothing; for inputs that are known to be even.
         throw_on_early_termination: `True`: all ranks raise in the step in which the first one has no inputs left.
 
@@ -90,9 +90,6 @@ def joinable(module: nn.Module) -> ReplicaJoinable:
     """A replicated module as a member of torch's `Join`: `with Join([joinable(model), optimizer]):`.
 
     Parts of it that were replicated before are members by calls on each.
-
-    Raises:
-        ModuleError: the module is not replicated.
     """
     return ReplicaJoinable(replica_of(module))
 
@@ -119,11 +116,7 @@ class ReplicaJoinable(Joinable):
 
 
 def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
-    """The hook of a replica that torch's `Join` knows as `member`. Its backwards are announced from now on.
-
-    Raises:
-        ModuleError: an optimizer has its gradients in parts.
-    """
+    """The hook of a replica that torch's `Join` knows as `member`. Its backwards are announced from now on."""
     check_supported(replica, (JOIN,))
     replica.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
     return hook
@@ -143,13 +136,7 @@ class _Membership(JoinHook):
         self._member, self._divides_initially = member, divides_initially
 
     def announce(self, replicas: Sequence[Replica]) -> None:
-        """Tell joined ranks that this rank is about to reduce `replicas`, in this order.
-
-        Raises:
-            ConfigError: one of them is not in the join context.
-            DesyncError: the backwards are not in the order of the context's modules, or differ between ranks.
-            RuntimeError: some rank has no inputs left and `throw_on_early_termination` is on.
-        """
+        """Announce to ranks without inputs that this rank is about to reduce `replicas`, in this order."""
         if not distributed.join_is_on(self._member):
             return
         members = [replica.uneven for replica in replicas if isinstance(replica.uneven, _Membership)]
@@ -184,7 +171,7 @@ class _Membership(JoinHook):
     def rescale(self) -> None:
         """From the average over the group to the average over the ranks with inputs, if that is wanted.
 
-        Not if somebody said what gradients are divided by: a factor, or a comm hook, which in torch divides by itself.
+        Not if a factor is given, or a comm hook, which in torch divides by itself.
         """
         world_size = self.replica.group.world_size
         if self.replica.group.averaging.divide_by is not None or self.replica.comm_hook is not None:
@@ -265,8 +252,8 @@ def _meet(replica: Replica, words: Sequence[int]) -> tuple[tuple[int, ...], list
         table[world_size:] = _SILENT
     table = table.to(replica.device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX, group=process_group)
-    present, said = table[:world_size].tolist(), table[world_size:].tolist()
-    largest, smallest = said[:MOST_MODULES], [-negated for negated in said[MOST_MODULES:]]
+    present, words = table[:world_size].tolist(), table[world_size:].tolist()
+    largest, smallest = words[:MOST_MODULES], [-negated for negated in words[MOST_MODULES:]]
     active = tuple(rank for rank, is_active in enumerate(present) if is_active)
     if active and largest != smallest:
         raise DesyncError("in join(): the backwards of two ranks reach different modules. All have to reach the same.")

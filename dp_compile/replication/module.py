@@ -100,7 +100,7 @@ class ReplicatedModule:
         register_comm_hook(_module(self), state, hook)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickles hold the plain module, of its own class and without our hooks, and load without this package.
+        """Pickles hold the plain module, of its original class, without our hooks, and load without this package.
 
         So do copies of `copy.deepcopy`, as `torch.optim.swa_utils.AveragedModel` makes them: theirs are not reduced.
         """

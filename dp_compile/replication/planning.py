@@ -77,7 +77,7 @@ def make_plan(
 def _kept_apart(module: nn.Module) -> frozenset[str]:
     """Parameters whose gradient would have to be copied into a bucket, by fully qualified name.
 
-    For NCCL only: gloo's grouped collective copies everything into a buffer of its own.
+    For NCCL only: gloo's grouped collective copies everything into one buffer.
     """
     weights = {id(each.weight) for each in module.modules() if isinstance(each, CONVOLUTIONS)}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)

@@ -287,21 +287,18 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
         refuse_traced_backward()
         if compiler.python_reducer_mode():
             raise ConfigError(
-                "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own "
-                "beside its reducer. Leave it at its default, True."
+                "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then add Python hooks to its "
+                "reducer. Leave it at its default, True."
             )
     return options
 
 
 def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
-    if not isinstance(passes, Iterable):
-        raise ConfigError(f"passes must be a tuple of graph passes, got {type(passes).__name__}.")
-    chosen = tuple(passes)
+    chosen = tuple(passes) if isinstance(passes, Iterable) else (passes,)
     for graph_pass in chosen:
         if not isinstance(graph_pass, GraphPass):
-            raise ConfigError(
-                f"passes must hold graph passes (name, realises_plan, __call__), got {type(graph_pass).__name__}."
-            )
+            kind = type(graph_pass).__name__
+            raise ConfigError(f"passes must hold graph passes (name, realises_plan, __call__), got {kind}.")
         if has_address(graph_pass):
             raise ConfigError(
                 f"pass {graph_pass.name} has the repr {graph_pass!r}, with an address that is another on each rank: "

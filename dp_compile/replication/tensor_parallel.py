@@ -1,4 +1,4 @@
-"""Modules with DTensor parameters, as `parallelize_module` leaves them: what may be replicated beside tensor parallel.
+"""Modules with DTensor parameters, as `parallelize_module` leaves them: what may be replicated.
 
 A parameter stays the DTensor that it is. Each rank reduces the part of a gradient that it holds, with the ranks that
 hold the same part: the group of `replicate` has to be the other dimension of the mesh.
