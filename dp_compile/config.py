@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from dp_compile._torch import distributed
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.cost import AllReduceCost
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _ALLOWED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     ),
     "mp_policy": (
         lambda policy: policy is None or distributed.is_mixed_precision_policy(policy),
-        "a torch.distributed.fsdp.MixedPrecisionPolicy (for another one in a part call replicate() on that part first)",
+        "a torch.distributed.fsdp.MixedPrecisionPolicy",
     ),
     "replan_after": (
         lambda steps: steps is None or (type(steps) is int and steps > 0),
@@ -136,7 +136,14 @@ class ReplicateConfig:
 
     def __post_init__(self) -> None:
         for name, (is_allowed, allowed) in _ALLOWED.items():
-            _require(is_allowed(getattr(self, name)), name, allowed, getattr(self, name))
+            value = getattr(self, name)
+            got, hint = value, ""
+            if name == "mp_policy":
+                got, hint = (
+                    type(value),
+                    " For another policy in a part of the module call replicate() on that part first.",
+                )
+            require(is_allowed(value), name, allowed, got, hint)
         if self.mp_policy is None:
             return
         if distributed.is_by_parameter(self.mp_policy):
@@ -147,7 +154,7 @@ class ReplicateConfig:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self.mp_policy, name)
             allowed = f"one of {', '.join(map(str, FLOATING))}, or None"
-            _require(dtype is None or dtype in FLOATING, f"{name} of mp_policy", allowed, dtype)
+            require(dtype is None or dtype in FLOATING, f"{name} of mp_policy", allowed, dtype)
 
     @property
     def copies_buffers_at_start(self) -> bool:
@@ -194,13 +201,8 @@ class ReplicateConfig:
         if self.ddp_python_hook is not None:
             return self.ddp_python_hook
         text = _variable(HOOK_VARIABLE) or "1"
-        _require(text in _TRUE | _FALSE, HOOK_VARIABLE, f"one of {', '.join(sorted(_TRUE | _FALSE))}", text)
+        require(text in _TRUE | _FALSE, HOOK_VARIABLE, f"one of {', '.join(sorted(_TRUE | _FALSE))}", text)
         return text in _TRUE
-
-
-def _require(condition: bool, name: str, allowed: str, value: object) -> None:
-    if not condition:
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}.")
 
 
 def _variable(name: str) -> str:
@@ -221,7 +223,7 @@ def check_parameters_every() -> int | None:
         ConfigError: the variable holds something else than a number of backwards.
     """
     text = _variable(CHECK_VARIABLE)
-    _require(not text or text.isdecimal(), CHECK_VARIABLE, "a number of backwards >= 0", text)
+    require(not text or text.isdecimal(), CHECK_VARIABLE, "a number of backwards >= 0", text)
     return int(text) if text else None
 
 
@@ -239,7 +241,7 @@ def monitor_after_s() -> float | None:
         seconds = 0.0 if text in _FALSE else float(text)
     except ValueError:
         seconds = math.nan
-    _require(seconds >= 0, MONITOR_VARIABLE, "seconds >= 0 or off", text)
+    require(seconds >= 0, MONITOR_VARIABLE, "seconds >= 0 or off", text)
     return seconds or None
 
 

@@ -46,3 +46,19 @@ class InvalidGraphError(DPCompileError, RuntimeError):
 
 class UnsupportedTorchError(DPCompileError, ImportError):
     """The installed torch lacks a private name that `dp_compile` needs."""
+
+
+def require(condition: bool, name: str, allowed: str, got: object, hint: str = "") -> None:
+    """Refuse a value of an option. Of a class that was `got` the message has the name.
+
+    Raises:
+        ConfigError: the condition does not hold.
+    """
+    if not condition:
+        found = got.__name__ if isinstance(got, type) else repr(got)
+        raise ConfigError(f"{name} must be {allowed}, got {found}.{hint}")
+
+
+def require_integer(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer or less than `least`."""
+    require(type(value) is int and value >= least, name, f"an integer >= {least}", value)

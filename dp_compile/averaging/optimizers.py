@@ -15,7 +15,7 @@ from dp_compile.averaging.exchange import Exchange, note_equal, parameters_in
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.comm_hooks.state import check_alike, initial_state
 from dp_compile.engine.guards import fingerprints
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require, require_integer
 
 with warnings.catch_warnings():  # what lies beside it uses the TorchScript that torch itself deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -114,14 +114,12 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         process_group: dist.ProcessGroup | None = None,
         comm_hook: FunctionalHook | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every must be an integer >= 1, got {every!r}.")
-        if outer_lr <= 0 or momentum < 0:
-            raise ConfigError(f"outer_lr must be > 0 and momentum >= 0, got {outer_lr!r} and {momentum!r}.")
+        require_integer("every", every, 1)
+        require(outer_lr > 0 and momentum >= 0, "outer_lr, momentum", "> 0 and >= 0", (outer_lr, momentum))
         if not dist.is_initialized():
             raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() before.")
-        if comm_hook is not None and not isinstance(comm_hook, FunctionalHook):
-            raise ConfigError(f"comm_hook must be a FunctionalHook, as QuantizedHook() is one, got {comm_hook!r}.")
+        is_hook = isinstance(comm_hook, FunctionalHook | None)
+        require(is_hook, "comm_hook", "a FunctionalHook, as QuantizedHook() is one", comm_hook)
         said = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
         outer = _OuterStep(process_group, comm_hook, parameters_in(optim.param_groups), **said)
         super().__init__(optim, outer)

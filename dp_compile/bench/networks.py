@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 from dp_compile.bench import simulated_group
-from dp_compile.errors import ConfigError, DPCompileError
+from dp_compile.errors import ConfigError, DPCompileError, require
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost, check_number
 
@@ -71,8 +71,7 @@ class Network:
     latency_us: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        require(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
         given = [each.name for each in fields(self) if each.name != "kind" and getattr(self, each.name) is not None]
         for name in given:
             if name not in KINDS[self.kind]:

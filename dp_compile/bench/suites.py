@@ -12,7 +12,7 @@ from typing import Any, Final
 from dp_compile.bench.modes import mode
 from dp_compile.bench.networks import Network
 from dp_compile.bench.workloads import workload
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require, require_integer
 
 PACKAGED: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
 SHARED, COLD, WARM = "shared", "cold", "warm"
@@ -53,16 +53,15 @@ class Suite:
     def __post_init__(self) -> None:
         for key in ("workloads", "modes", "networks"):
             names = [each.name if isinstance(each, Network) else each for each in getattr(self, key)]
-            if not names or len(set(names)) < len(names) or not all(isinstance(each, str) for each in names):
-                raise ConfigError(f"{key} must be a list of distinct names, got {names}.")
+            are_names = bool(names) and len(set(names)) == len(names) and all(isinstance(each, str) for each in names)
+            require(are_names, key, "a list of distinct names", names)
         for key, least in _LEAST.items():
             value = getattr(self, key)
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{key} must be an integer >= {least}, got {value!r}.")
-        if self.caches not in (SHARED, COLD, WARM):
-            raise ConfigError(f"caches must be one of {SHARED}, {COLD}, {WARM}, got {self.caches!r}.")
-        if self.reference not in self.modes:
-            raise ConfigError(f"reference must be one of the modes ({', '.join(self.modes)}), got {self.reference!r}.")
+            require_integer(key, value, least)
+        caches = SHARED, COLD, WARM
+        require(self.caches in caches, "caches", f"one of {', '.join(caches)}", self.caches)
+        modes = f"one of the modes ({', '.join(self.modes)})"
+        require(self.reference in self.modes, "reference", modes, self.reference)
 
 
 def load(given: str) -> Suite:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.comm_hooks.functional import FunctionalHook, register
 from dp_compile.comm_hooks.state import HookState
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import CALLED, Averaging
 
@@ -73,8 +73,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
         state.check_free()
         key, kept = register(function)  # plans know it by its key; the CommHook keeps it alive
         return CommHook(state, kept, Averaging(hook=key, rounds=kept.rounds), state)
-    if not callable(function):
-        raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
+    require(callable(function), "a comm hook", "a function of (state, bucket)", type(function))
     cast = _cast_of(function)
     if cast is None:
         why = "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"

@@ -29,7 +29,7 @@ from typing import ClassVar, Final
 import torch
 
 from dp_compile.comm_hooks.functional import FunctionalHook, HookBucket, Reduced, State
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require, require_integer
 
 _LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALLEST_SCALE: Final = 2.0**-126
@@ -62,12 +62,10 @@ class QuantizedHook(FunctionalHook):
     rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
 
     def __post_init__(self) -> None:
-        if self.dtype not in _LARGEST:
-            raise ConfigError(f"QuantizedHook.dtype must be one of {', '.join(map(str, _LARGEST))}, got {self.dtype}.")
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise ConfigError(f"QuantizedHook.block must be a number of elements >= 1, got {self.block!r}.")
-        if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int) or self.min_ndim < 0:
-            raise ConfigError(f"QuantizedHook.min_ndim must be a number of dimensions >= 0, got {self.min_ndim!r}.")
+        dtypes = ", ".join(map(str, _LARGEST))
+        require(self.dtype in _LARGEST, "QuantizedHook.dtype", f"one of {dtypes}", self.dtype)
+        require_integer("QuantizedHook.block", self.block, 1)
+        require_integer("QuantizedHook.min_ndim", self.min_ndim, 0)
 
     def initial_state(self, gradient: torch.Tensor) -> State:
         if not self.error_feedback or gradient.dim() < self.min_ndim:

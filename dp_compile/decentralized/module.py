@@ -24,7 +24,7 @@ from dp_compile.decentralized.topologies import topology as topology_of_name
 from dp_compile.decentralized.updates import CLIPS, MixingUpdates
 from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ModuleError, ReductionError
+from dp_compile.errors import ConfigError, ModuleError, ReductionError, require
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.planner import Planned
 from dp_compile.replication.module import Pending, behind, parts_of, replica_of, state_of, unwrap
@@ -209,8 +209,8 @@ class DecentralizedModule(nn.Module):
         Raises:
             ConfigError: not a finite number.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor):
-            raise ConfigError(f"factor must be a finite number, got {factor!r}.")
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        require(is_number and math.isfinite(factor), "factor", "a finite number", factor)
         mixing_of(self).mixer.factor = float(factor)
 
     def get_lr(self) -> float:
@@ -279,10 +279,8 @@ def _check(max_norm: object, clip: str, scaler: object, bucket_mb: object) -> No
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
         if not number or value < 0 or (value == 0 and least != "0"):  # type: ignore[operator]
             raise ConfigError(f"{name} must be a number, {least} or more, got {value!r}.")
-    if clip not in CLIPS:
-        raise ConfigError(f"clip must be one of {', '.join(CLIPS)}, got {clip!r}.")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+    require(clip in CLIPS, "clip", f"one of {', '.join(CLIPS)}", clip)
+    require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
 
 
 def _topology(asked: str | Topology, world_size: int, local_world_size: int | None) -> Topology:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.words import count
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -43,8 +43,8 @@ class Edge:
     def __post_init__(self) -> None:
         ranks = tuple(sorted(self.ranks))
         object.__setattr__(self, "ranks", ranks)
-        if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0:
-            raise ConfigError(f"ranks of an edge must be different numbers >= 0, and one at least, got {ranks}.")
+        is_set = bool(ranks) and len(set(ranks)) == len(ranks) and ranks[0] >= 0
+        require(is_set, "ranks of an edge", "different numbers >= 0, and one at least", ranks)
         if not 0 <= self.weight <= 1 or (len(ranks) == 1 and self.weight != 1):
             raise ConfigError(
                 f"weight of the edge {ranks} must be between 0 and 1, and 1 for a rank alone, got {self.weight!r}."
@@ -157,8 +157,7 @@ def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
     Raises:
         ConfigError: no such name, or not for so many ranks.
     """
-    if name not in _BUILDERS:
-        raise ConfigError(f"topology must be one of {', '.join(_BUILDERS)}, or a Topology, got {name!r}.")
+    require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
     if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
         raise ConfigError(
             f"world_size must be a multiple of local_world_size, both >= 1, got {world_size} and {local_world_size}."

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
@@ -64,8 +64,7 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
     Raises:
         ConfigError: not a mesh, this rank is not in it, or it has three dimensions or more.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+    require(isinstance(mesh, DeviceMesh), "device_mesh", "a DeviceMesh", type(mesh))
     if mesh.ndim > 2:
         names = "" if mesh.mesh_dim_names is None else f" ({', '.join(mesh.mesh_dim_names)})"
         raise ConfigError(
@@ -97,8 +96,8 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
         )
     if device_mesh is not None:
         process_group, levels = group_of_mesh(device_mesh)
-    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
-        raise ConfigError(f"process_group must be a ProcessGroup, got {type(process_group).__name__}.")
+    kinds = dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER)
+    require(isinstance(process_group, kinds), "process_group", "a ProcessGroup", type(process_group))
     process_group = process_group if process_group is not None else dist.group.WORLD
     if process_group is None or dist.get_rank(process_group) < 0:
         raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.record import SHARDED
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require, require_integer
 from dp_compile.insight.step import BYTES, Step, format_ms
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_tree, with_levels
@@ -72,10 +72,8 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
         ConfigError: a value is not allowed, or the step ran on one rank and no link is given.
     """
     ranks = step.world_size if ranks is None else ranks
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"ranks must be an integer >= 1, got {ranks!r}.")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    require_integer("ranks", ranks, 1)
+    require(dtype is None or dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     cost, source = _cost_on(step, ranks, link)
     timed = "measured" if step.measured is not None and step.ready.basis != MEASURED else step.ready.basis
     backward = f"backward: {timed}" if step.is_timed else "the backward as long as the step's communication, assumed"
@@ -119,8 +117,7 @@ def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_i
     Raises:
         ConfigError: `from_ranks` is less than 2: one rank has no link.
     """
-    if from_ranks < 2:
-        raise ConfigError(f"from_ranks must be >= 2, got {from_ranks!r}.")
+    require_integer("from_ranks", from_ranks, 2)
     if to_ranks == 1:
         return AllReduceCost(0.0, 0.0)
     lines = [line(ring_or_tree, ranks, launch_s=1.0, hop_s=1.0, busbw=1.0) for ranks in (from_ranks, to_ranks)]

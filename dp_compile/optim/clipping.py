@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dp_compile._torch import dtensors
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.owners import owners
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 from dp_compile.optim.update import Update
 
 
@@ -54,8 +54,7 @@ def clip_grad_norm_(
     if not any(dtensors.is_dtensor(each.grad) for each in given):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     order = float(norm_type)
-    if not order > 0:
-        raise ConfigError(f"norm_type must be above zero where gradients are DTensors, got {norm_type!r}.")
+    require(order > 0, "norm_type", "above zero where gradients are DTensors", norm_type)
     for each in given:
         lay_out(each)
     parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}

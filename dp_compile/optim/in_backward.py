@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from dp_compile.engine.plan_sync import agree_in_call
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.supported import OPTIMIZER, check_supported
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.optim.readers import let_readers_wait
@@ -146,18 +146,15 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any) -> None:
             "Use it without in_backward(), or an optimizer of torch.optim."
         )
     is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-    if max_norm is not None and not (is_number and max_norm > 0):
-        raise ConfigError(f"max_norm must be a number > 0 or None, got {max_norm!r}.")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+    require(max_norm is None or (is_number and max_norm > 0), "max_norm", "a number > 0 or None", max_norm)
+    require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
     if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
 
 
 def _check_ways(overlap_forward: object, shard: object, looks_at_all: str) -> None:
     for name, value in (("shard", shard), ("overlap_forward", overlap_forward)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}.")
+        require(isinstance(value, bool), name, "True or False", value)
     if overlap_forward and looks_at_all and not shard:
         raise ConfigError(
             f"overlap_forward=True together with {looks_at_all}: that looks at all gradients before the first update, "

@@ -12,7 +12,7 @@ from torch import nn
 from dp_compile._torch import autograd
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.errors import ConfigError, ReductionError, require
 
 _ALIGNMENT: Final = 16
 _NUMBERS: Final = (bool, int, float, str)
@@ -29,8 +29,7 @@ def check_kind(optimizer: Any) -> None:
         ConfigError: it cannot, or is none.
     """
     kind = type(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {kind.__name__}.")
+    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
     if kind in _REFUSED:
         raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Use it as it is.")
     if any(group.get("differentiable") for group in optimizer.param_groups):

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import BETWEEN, INSIDE
 
@@ -25,8 +25,8 @@ def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
     ConfigError: `value` is not a finite number above zero (or zero, if that is allowed).
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not zero_allowed):  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a finite number {'>=' if zero_allowed else '>'} 0, got {value!r}.")
+    is_allowed = is_number and (value > 0 or (zero_allowed and value == 0))  # type: ignore[operator]
+    require(is_allowed, name, f"a finite number {'>=' if zero_allowed else '>'} 0", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,7 @@ def link(name: str) -> Link:
         ConfigError: there is no such preset.
     """
     presets = {preset.name: preset for preset in LINKS}
-    if name not in presets:
-        raise ConfigError(f"link must be one of {', '.join(presets)}, got {name!r}.")
+    require(name in presets, "link", f"one of {', '.join(presets)}", name)
     return presets[name]
 
 

@@ -25,7 +25,7 @@ from dp_compile.engine.supported import (
     HOOK_OF_VALUES,
     check_supported,
 )
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.planner import Planned
 from dp_compile.plan.reduction import Averaging
@@ -82,8 +82,8 @@ def _keeps_buckets(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
 def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> None:
     """See `ReplicatedModule.set_gradient_divide_factor`. `name`: of the module's class."""
     with telling_the_others(replica, "set_gradient_divide_factor()"):
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-            raise ConfigError(f"gradient_divide_factor must be a finite number > 0, got {factor!r}.")
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        require(is_number and 0 < factor < math.inf, "gradient_divide_factor", "a finite number > 0", factor)
         check_supported(replica, (AVERAGING, DIVIDE_FACTOR), module=name)
     agree_in_call(replica, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     averaging = replica.group.averaging

@@ -28,7 +28,7 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.replication import gradient_averaging
 
 
@@ -49,8 +49,8 @@ class ReplicatedModule:
         Raises:
             ConfigError: neither `True` nor `False` was given.
         """
-        if not isinstance(requires_gradient_sync, bool):
-            raise ConfigError(f"requires_gradient_sync must be True or False, got {requires_gradient_sync!r}.")
+        is_switch = isinstance(requires_gradient_sync, bool)
+        require(is_switch, "requires_gradient_sync", "True or False", requires_gradient_sync)
         for state in states_in(_module(self)):
             state.sync = requires_gradient_sync
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dp_compile
 from dp_compile._torch import distributed
 from dp_compile.config import HOOK_VARIABLE
-from dp_compile.errors import ConfigError, DPCompileError
+from dp_compile.errors import ConfigError, DPCompileError, require
 from dp_compile.train.gpt import GPT, GPTConfig
 
 HEAD_WIDTH: Final = 32
@@ -69,13 +69,12 @@ def launch(options: argparse.Namespace) -> int:
         ConfigError: options do not fit each other or torchrun.
         DPCompileError: a rank failed; with its number.
     """
-    if options.width % HEAD_WIDTH:
-        raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, got {options.width}.")
+    require(options.width % HEAD_WIDTH == 0, "--width", f"a multiple of {HEAD_WIDTH}", options.width)
     if options.mp is not None and (options.check or options.comm_hook is not None):
         other = "--check" if options.check else "--comm-hook"
         raise ConfigError(f"--mp does not go with {other}.")
-    if options.save_step is not None and not Path(options.save_step).absolute().parent.is_dir():
-        raise ConfigError(f"--save-step must be a file in a directory that exists, got {options.save_step!r}.")
+    has_room = options.save_step is None or Path(options.save_step).absolute().parent.is_dir()
+    require(has_room, "--save-step", "a file in a directory that exists", options.save_step)
     if not replicate_config(options).uses_python_hook():
         raise ConfigError(f"{HOOK_VARIABLE} leaves the model to torch's DDP, of which there is no report. Unset it.")
     options.steps = options.steps or (25 if options.check else 300)

@@ -148,8 +148,8 @@ def test_without_error_feedback_nothing_is_remembered() -> None:
     ("options", "message"),
     [
         ({"dtype": torch.float16}, r"dtype must be one of torch.int8, .*got torch.float16"),
-        ({"block": 0}, "block must be a number of elements >= 1, got 0"),
-        ({"min_ndim": -1}, "min_ndim must be a number of dimensions >= 0, got -1"),
+        ({"block": 0}, "block must be an integer >= 1, got 0"),
+        ({"min_ndim": -1}, "min_ndim must be an integer >= 0, got -1"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -341,9 +341,7 @@ def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> 
 
 @pytest.mark.usefixtures("fake_group")
 def test_policies_that_are_not_allowed() -> None:
-    with pytest.raises(
-        dp_compile.ConfigError, match=r"be a torch\.distributed\.fsdp\.MixedPrecisionPolicy .*, got torch.bfloat16"
-    ):
+    with pytest.raises(dp_compile.ConfigError, match=r"be a torch\.distributed\.fsdp\.MixedPrecisionPolicy, got dtype"):
         dp_compile.replicate(mlp(), mp_policy=BF16)
     model = dp_compile.replicate(mlp(), config=AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     with pytest.raises(dp_compile.ConfigError, match="has a reduce_dtype in its mp_policy: a comm hook would"):
