@@ -107,11 +107,6 @@ def is_capture_in_the_way(error: NotImplementedError) -> bool:
     return "within another compiled autograd call" in str(error)
 
 
-def is_reducer_in_the_way(error: RuntimeError) -> bool:
-    """Whether a capture met hooks of torch's C++ reducer, of a DDP; nothing has run by then."""
-    return "not compatible with C++ DDP Reducer" in str(error)
-
-
 def captures() -> int:
     """How many backwards compiled autograd has captured in this process so far."""
     counters = _attribute("torch._dynamo.utils", "counters")

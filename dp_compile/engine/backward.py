@@ -324,6 +324,9 @@ def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
     """Captured, or eagerly."""
     obstacle, is_refused = _obstacle(state, call), False
     if obstacle is None:
+        # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
+        from dp_compile.engine.compile import described
+
         with Capturing(state) as turn:
             if turn is None:
                 obstacle = "another backward is captured at the moment"
@@ -335,7 +338,7 @@ def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
                 except Exception as error:
                     if state.ran:
                         raise
-                    obstacle, is_refused = _why_not_captured(error), True
+                    obstacle, is_refused = described(error), True
                     if state.is_spoilt:
                         _remember(state, obstacle)
                         raise
@@ -347,7 +350,6 @@ def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
 
 
 def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
-    # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
     from dp_compile.engine.capture import capture
 
     replicas = state.replicas
@@ -379,14 +381,6 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
             replica.local.stepped.clear()
             raise ReductionError(stepped_message(replica, indices))
     return result
-
-
-def _why_not_captured(error: Exception) -> str:
-    from dp_compile.engine.compile import described
-
-    if isinstance(error, RuntimeError) and compiler.is_reducer_in_the_way(error):
-        return "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
-    return described(error)
 
 
 def _remember(state: BackwardState, obstacle: str) -> None:

@@ -97,6 +97,7 @@ class CompiledBackward:
         self._to_reduce = ToReduce(self._synced, self._unused, self._updates)
         self._number = next(_code_numbers)
         self._run: Callable[..., Any] | None = None
+        self._by_dynamo: Callable[..., Any] | None = None
         self._has_run = False
         self._log = _CompileLog()
         self._latest: CaptureRecord | None = None
@@ -183,23 +184,28 @@ class CompiledBackward:
 
         Dynamo guards on what code of the user's reads, on sizes that may change, on gradients that existed before.
         """
-        module = with_reductions(self._captured, self._replicas, self._to_reduce)
-        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        by_dynamo = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
         try:
             if inductor.uses_cuda_graphs({}) or dynamo.stance() != "default":
                 raise NotPlain("CUDA graphs are on, or a stance that is Dynamo's to keep")
             check_plain(self._captured, self._replicas, self._to_reduce)
+            module = with_reductions(self._captured, self._replicas, self._to_reduce)
             with dynamo.compiling():
                 example = dynamo.stand_ins(inputs)
                 graph_module, positions = without_python(module, inputs, example)
                 code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
-            return _Plain(code, dynamo.Fits(inputs), positions, by_dynamo)
+            return _Plain(code, dynamo.Fits(inputs), positions, self._run_by_dynamo)
         except DPCompileError:
             raise
         except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
             logger.debug("Dynamo traces a backward: %s", error, exc_info=not isinstance(error, NotPlain))
-            return by_dynamo
+            return self._run_by_dynamo
+
+    def _run_by_dynamo(self, inputs: list[Any], *rest: Any) -> Any:
+        if self._by_dynamo is None:  # made when it is asked for: it holds the graph
+            module = with_reductions(self._captured, self._replicas, self._to_reduce)
+            # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+            self._by_dynamo = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
+        return self._by_dynamo(inputs, *rest)
 
     # --- compiling it
 
