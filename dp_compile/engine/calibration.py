@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
 from dp_compile.engine.events import Backward, LaunchClock, Observer
-from dp_compile.engine.group import group_of_mesh
-from dp_compile.engine.plan_sync import Table, agree, exchange, meeting, revise, table_in_backward
+from dp_compile.engine.group import group_on, resolve_group
+from dp_compile.engine.plan_sync import agree, exchange, meeting, revise, table_in_backward, table_of
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
@@ -73,24 +73,22 @@ def calibrate(
         ConfigError: no process group is initialised, the group has one rank, or the times do not grow with the size in
             any of three sweeps.
     """
-    if not dist.is_initialized():
-        raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() first.")
-    if device_mesh is not None:
-        if process_group is not None or levels is not None:
-            raise ConfigError("give process_group or device_mesh, not both.")
-        process_group, levels = group_of_mesh(device_mesh)
-    group = process_group if process_group is not None else dist.group.WORLD
-    assert group is not None  # there is a default group
-    if dist.get_world_size(group) < 2:
+    resolved = resolve_group(process_group, device_mesh)
+    if resolved.world_size < 2:
         raise ConfigError("calibration needs a group of at least 2 ranks; with one there is nothing to measure.")
+    group, levels = resolved.process_group, levels or resolved.levels
     device = torch.device(distributed.working_device(group) if device is None else device)
-    backend = distributed.backend_of(group, device.type)
-    if not backend.simulated:
-        _meet(group, device)
+    on_device = group_on(group, device.type)
+    _calls[resolved.name] += 1
+    # A collective with a rank that never comes would end with an error that names no rank.
+    agree(
+        table_of(on_device, device), f"dp_compile.calibrate/{resolved.name}/{_calls[resolved.name]}", {},
+        call="calibrate()",
+    )  # fmt: skip
     on_link = partial(_fit, group=group, device=device)
-    fits = [on_link([Stage(ALL_REDUCE, distributed.group_name(group), "sum")])]
+    fits = [on_link([Stage(ALL_REDUCE, resolved.name, "sum")])]
     if levels is not None:
-        stages = levels.stages("sum", backend)
+        stages = levels.stages("sum", on_device.backend)
         fits += [on_link([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
     whole, *two = (found.cost for found in fits)
     cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
@@ -124,15 +122,6 @@ def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device
         f"{min(times_ms):.3g} to {max(times_ms):.3g} ms, not more for more bytes, in {SWEEPS} sweeps. Calibrate again "
         f"when nothing else runs on these machines."
     )
-
-
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Wait until all are there: a collective with a rank that never comes ends with an error that names nobody."""
-    name = distributed.group_name(group)
-    _calls[name] += 1
-    timeout_s = distributed.timeout_of(group, device)
-    table = Table(distributed.default_store(), dist.get_rank(group), dist.get_world_size(group), timeout_s)
-    agree(table, f"dp_compile.calibrate/{name}/{_calls[name]}", {}, call="calibrate()")
 
 
 def _seconds(nbytes: int, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> float:
@@ -181,14 +170,10 @@ def revise_if_due(replica: Replica) -> None:
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
-    if replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
+    backwards = replica.history.synced_backwards - replica.revisions.settled_after
+    if replica.awaits(Revision.FROM_LAUNCHES) and backwards > (replica.config.replan_after or 0):  # one is compiled
         times = _measured(replica)
         revise(replica, times, None if times is None else _measured_cost(replica))
-
-
-def _has_measured_enough(replica: Replica) -> bool:
-    wanted = (replica.config.replan_after or 0) + 1  # the first one is compiled
-    return replica.history.synced_backwards >= replica.revisions.settled_after + wanted
 
 
 def _measured(replica: Replica) -> ReadyTimes | None:

@@ -7,9 +7,10 @@ those of `_always` see every module. Nothing is timed or dispatched without a li
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, NamedTuple, Protocol
@@ -398,3 +399,21 @@ class Stamp:
             return self._time_s - start._time_s
         self._event.synchronize()
         return float(start._event.elapsed_time(self._event)) / 1e3
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str, *args: object, key: str = "") -> None:
+    """Warn, unless that was reported of each of these modules before.
+
+    Args:
+        replicas: whom it is about.
+        message: with places for `args`.
+        key: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
+    """
+    new = [replica for replica in replicas if (key or message) not in replica.said]
+    for replica in new:
+        replica.said.add(key or message)
+    if new:
+        logger.warning(message, *args)

@@ -91,9 +91,7 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
     if process_group is not None and device_mesh is not None:
         raise ConfigError("give process_group or device_mesh, not both.")
     if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "no process group is initialised. Call torch.distributed.init_process_group() before replicate()."
-        )
+        raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() first.")
     if device_mesh is not None:
         process_group, levels = group_of_mesh(device_mesh)
     kinds = dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from parity import AOT
 from torch import nn
 
@@ -231,12 +229,6 @@ def test_a_difference_is_named_on_every_rank() -> None:
     assert set(heard.values()) == {"topic: rank 2 differs from rank 0: parameters[1][1][0] is 8 there, 4 on rank 0"}
 
 
-def test_the_text_stays_short_when_many_ranks_differ() -> None:
-    heard = meet({rank: {"cap": rank} for rank in range(9)}, world_size=9)
-    assert len(set(heard.values())) == 1
-    assert heard[0].count("differs") == 4
-
-
 def test_many_missing_ranks_are_all_named_before_anybody_gives_up() -> None:
     """The one verdict comes in time for those who wait for it, however many ranks are missing."""
     heard = meet({0: SAME, 5: SAME}, world_size=6, timeout_s=2.0)
@@ -263,8 +255,6 @@ def test_an_error_on_one_rank_stops_all(broken: int) -> None:
     [
         ({"a": 1}, {"a": 1}, "no difference"),
         ({"a": 1}, {}, "a is missing there, 1 on rank 0"),
-        ({}, {"a": 1}, "a is 1 there, missing on rank 0"),
-        ({"a": None}, {"a": 1}, "a is 1 there, null on rank 0"),
         ({"a": []}, {"a": [["x"]]}, 'a[0] is ["x"] there, missing on rank 0'),
         ({"a": {"b": [0, {"c": "x"}]}}, {"a": {"b": [0, {"c": "y"}]}}, 'a.b[1].c is "y" there, "x" on rank 0'),
         (1, 2, "the value is 2 there, 1 on rank 0"),
@@ -272,18 +262,6 @@ def test_an_error_on_one_rank_stops_all(broken: int) -> None:
 )
 def test_first_difference(mine: Any, theirs: Any, text: str) -> None:
     assert first_difference(mine, theirs) == text
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(JSON, JSON)
-def test_a_difference_is_found_exactly_if_there_is_one(mine: Any, theirs: Any) -> None:
-    assert (first_difference(mine, theirs) == "no difference") == (mine == theirs)
 
 
 def test_what_all_ranks_learn() -> None:
