@@ -11,8 +11,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dp_compile.fx.collectives import ALL_REDUCE, GROUPED_ALL_REDUCE
-from dp_compile.fx.edit import provenance_of
-from dp_compile.fx.text import op_name, type_text
+from dp_compile.fx.edit import provenance_of, reorder, stable_order
+from dp_compile.fx.text import is_op, type_text
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
@@ -169,7 +169,8 @@ def short(graph: fx.Graph) -> str:
         else:
             arguments = [_argument(argument) for argument in node.args]
             arguments += [f"{name}={_argument(value)}" for name, value in node.kwargs.items()]
-            lines.append(f"{node.name} = {op_name(node)}({', '.join(arguments)})")
+            op = str(node.target).removesuffix(".default") if is_op(node.target) else node.target.__name__
+            lines.append(f"{node.name} = {op}({', '.join(arguments)})")
     return "\n".join(lines)
 
 
@@ -177,3 +178,13 @@ def _argument(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_argument(item) for item in value)}]"
     return str(value)
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let every user of `old` use `new`, and erase `old`."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def sort_stably(graph: fx.Graph, *how: Any, **more: Any) -> bool:
+    return reorder(graph, stable_order(graph, *how, **more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.storages import Storage, is_ordered, storages_of, written_by
 
-PROVENANCE = "dp_compile"
+PROVENANCE: Final = "dp_compile"
 _ENDS: Final = {"placeholder": 0, "output": 2}
 
 
@@ -34,13 +35,11 @@ def insert_call(
     """Insert a call with its fake value, so that later passes and Inductor know shape, dtype and strides."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args)
-    values = map_arg(args, lambda argument: argument.meta["val"])
-    mode = next((value.fake_mode for value in _leaves(values) if hasattr(value, "fake_mode")), None)
-    if mode is None:
+    modes: list[Any] = []
+    values: Any = map_arg(args, lambda argument: argument.meta["val"])
+    map_aggregate(values, lambda value: modes.append(getattr(value, "fake_mode", None)))
+    with next(filter(None, modes), contextlib.nullcontext()):
         node.meta["val"] = target(*values)
-    else:
-        with mode:
-            node.meta["val"] = target(*values)
     node.meta[PROVENANCE] = provenance
     return node
 
@@ -50,19 +49,12 @@ def provenance_of(node: fx.Node) -> Provenance | None:
     return found if isinstance(found, Provenance) else None
 
 
-def replace(old: fx.Node, new: fx.Node) -> None:
-    """Let every user of `old` use `new`, and erase `old`."""
-    old.replace_all_uses_with(new)
-    old.graph.erase_node(old)
-
-
 def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
     """Let every user of a node in `new` use what it is mapped to.
 
-    One node for all at once: what a graph returns uses thousands, and each change of one of them copies all.
+    Each user once for all nodes: what a graph returns uses thousands, and each change of one of them copies all.
     """
-    users = {user: None for old in new for user in old.users}
-    for user in users:
+    for user in {user: None for old in new for user in old.users}:
         user.args = map_arg(user.args, lambda node: new.get(node, node))
         user.kwargs = map_arg(user.kwargs, lambda node: new.get(node, node))
 
@@ -78,26 +70,22 @@ def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node
     nothing is known about, among collectives of one group that no pass has made, and between neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
-    given: dict[str, list[fx.Node]] = {"": list(filter(is_ordered, graph.nodes))}
+    ordered: dict[str, list[fx.Node]] = {"": list(filter(is_ordered, graph.nodes))}
     for node in graph.nodes:
-        if is_collective(node) and provenance_of(node) is None:  # stands so on ranks, too, whose graph is as it was
-            given.setdefault(str(node.args[-1]), []).append(node)
-    pairs = itertools.chain.from_iterable(map(itertools.pairwise, given.values()))
-    for before, after in [*_around_writes(graph), *pairs]:
-        found[after][before] = None
-    for before, after in itertools.pairwise(chain):
+        if is_collective(node) and provenance_of(node) is None:  # in this order on ranks whose graph is unchanged, too
+            ordered.setdefault(str(node.args[-1]), []).append(node)
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, (*ordered.values(), chain)))
+    for before, after in itertools.chain(_around_writes(graph), pairs):
         found[after][before] = None
     return found
 
 
 def stable_order(
-    graph: fx.Graph,
-    priority: Callable[[fx.Node], Any] | None = None,
-    chain: Sequence[fx.Node] = (),
+    graph: fx.Graph, priority: Callable[[fx.Node], Any] | None = None, chain: Sequence[fx.Node] = ()
 ) -> list[fx.Node]:
     """A topological order; of the nodes that could come next, the one with the least `priority` does.
 
-    What the graph takes stays in front, in its order, and what it returns stays last, whatever their priority.
+    Inputs stay first, in their order, and the output stays last, with any priority.
 
     Args:
         priority: where a node wants to be, the node's present position if not given; ties keep their order.
@@ -106,43 +94,30 @@ def stable_order(
     Raises:
         InvalidGraphError: some nodes depend on each other.
     """
-    nodes = list(graph.nodes)
-    now = positions(graph)
+    nodes, now = list(graph.nodes), positions(graph)
     wish = {
-        node: (_ENDS[node.op], 0, now[node])
-        if node.op in _ENDS
-        else (1, priority(node) if priority else now[node], now[node])
+        node: (_ENDS[node.op], 0) if node.op in _ENDS else (1, priority(node) if priority else now[node])
         for node in nodes
     }
     followers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    missing = dict.fromkeys(nodes, 0)
+    missing: dict[fx.Node, int] = {}
     for node, earlier in dependencies(graph, chain).items():
         missing[node] = len(earlier)
         for each in earlier:
             followers[each].append(node)
-    ready = [(wish[node], now[node]) for node in nodes if missing[node] == 0]
+    ready = [(wish[node], now[node]) for node in nodes if not missing[node]]
     heapq.heapify(ready)
     order: list[fx.Node] = []
     while ready:
-        node = nodes[heapq.heappop(ready)[1]]
-        order.append(node)
+        order.append(node := nodes[heapq.heappop(ready)[1]])
         for follower in followers[node]:
             missing[follower] -= 1
-            if missing[follower] == 0:
+            if not missing[follower]:
                 heapq.heappush(ready, (wish[follower], now[follower]))
     if len(order) != len(nodes):
         stuck = [node.name for node in nodes if missing[node] > 0][:5]
         raise InvalidGraphError(f"nodes depend on each other in a circle: {', '.join(stuck)}")
     return order
-
-
-def sort_stably(
-    graph: fx.Graph,
-    priority: Callable[[fx.Node], Any] | None = None,
-    chain: Sequence[fx.Node] = (),
-) -> bool:
-    """Bring a graph into its `stable_order`. Returns whether that changed anything."""
-    return reorder(graph, stable_order(graph, priority, chain))
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> bool:
@@ -173,9 +148,3 @@ def _around_writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             others = [node for node in uses[storage] if node is not writer and node.op != "output"]
             pairs += [(node, writer) if now[node] < now[writer] else (writer, node) for node in others]
     return pairs
-
-
-def _leaves(values: Any) -> list[Any]:
-    if isinstance(values, (list, tuple)):
-        return [leaf for value in values for leaf in _leaves(value)]
-    return [values]

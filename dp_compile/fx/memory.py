@@ -1,14 +1,14 @@
 """How much memory a graph takes at its peak, if it runs in a given order. A simulation on fake tensors.
 
 Memory comes in blocks: tensors of one storage share one. A block is there from the first node that makes a part of it
-until nobody reads it any more. Compiled code takes inputs that way too: what the caller gave away is freed after its
-last use. Parameters are held by somebody else (`hold`), as is what the graph writes to or returns.
+until its last reader. So are inputs: what the caller gave away is freed after its last use. Parameters are held by the
+caller (`hold`), as is what the graph writes to or returns.
 
 What a code generator computes where it is read has no block: pointwise results that only pointwise operations,
-reductions and their like use. Views, waits and all-reduces (in place) share the block of what they are given.
+reductions and their like use. Views, waits and all-reduces (in place) share the block of their input.
 
-The model leaves out: work space of kernels, alignment, memory that a kernel reuses for its result in place, and
-pointwise results that are stored after all because they are used too often.
+Not in the model: work space of kernels, alignment, memory that a kernel reuses for its result in place, and pointwise
+results that are stored because they are used too often.
 """
 
 from __future__ import annotations
@@ -24,42 +24,16 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.storages import Storage, storages_of, written_by
 
 HELD: Final = "dp_compile_held"
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# Computed where they are read, although they are not called pointwise.
-_GENERATED: Final = frozenset(
-    {
-        aten._to_copy,
-        aten.constant_pad_nd,
-        aten.embedding,
-        aten.full,
-        aten.gather,
-        aten.index,
-        aten.select_scatter,
-        aten.slice_scatter,
-        aten.zeros,
-        prims.iota,
-    }
-)
-# Read what is computed on the way, and store their own result.
-_REDUCING: Final = frozenset(
-    {
-        aten.amax,
-        aten.amin,
-        aten.argmax,
-        aten.argmin,
-        aten.index_put,
-        aten._unsafe_index_put,
-        aten._unsafe_masked_index_put_accumulate,
-        aten.mean,
-        aten.prod,
-        aten.scatter,
-        aten.scatter_add,
-        aten.sum,
-        aten.var,
-        aten.var_mean,
-    }
-)
+_GENERATED: Final = frozenset({
+    "_to_copy", "constant_pad_nd", "embedding", "full", "gather", "index", "select_scatter", "slice_scatter", "zeros",
+    "iota",
+})  # fmt: skip
+"""Computed where they are read, although they are not tagged as pointwise."""
+_REDUCING: Final = frozenset({
+    "amax", "amin", "argmax", "argmin", "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "mean",
+    "prod", "scatter", "scatter_add", "sum", "var", "var_mean",
+})  # fmt: skip
+"""Read what is computed on the way, and store their own result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +64,15 @@ class Footprint:
         alive: set[int] = set()
         now, peak = 0, Peak(0, "")
         for number, node in enumerate(nodes):
-            for block in self.makes[node]:
-                now += self.nbytes[block] if block not in alive else 0
-                alive.add(block)
+            now += sum(self.nbytes[block] for block in {*self.makes[node]} - alive)
+            alive |= {*self.makes[node]}
             if now > peak.nbytes:
                 peak = Peak(now, node.name)
-            if node.op == "placeholder":
-                continue  # All inputs are there when the first node runs.
-            for block in {*self.makes[node], *self.reads[node]}:
-                if last[block] == number and block not in self.stay and block in alive:
-                    alive.remove(block)
-                    now -= self.nbytes[block]
+            if node.op != "placeholder":  # all inputs are there when the first node runs
+                used = alive.intersection(self.makes[node] + self.reads[node]) - self.stay
+                freed = {block for block in used if last[block] == number}
+                alive -= freed
+                now -= sum(self.nbytes[block] for block in freed)
         return peak
 
 
@@ -124,9 +96,9 @@ def footprint(
 
     Args:
         lives_in: nodes whose memory is a part of another node's, from when the first of them is computed.
-        stores: nodes that compute what they are given, if it is pointwise, on the way to where they store it.
-        without: nodes that take part in nothing: they make nothing and read nothing.
-        kept: nodes whose memory is there before the graph runs, and stays behind it.
+        stores: nodes that compute their inputs, if these are pointwise, on the way to where they store them.
+        without: nodes that make nothing and read nothing.
+        kept: nodes whose memory is there before the graph runs, and after it.
     """
     blocks = _Blocks(graph, lives_in or {}, frozenset(without))
     inlined = blocks.inlined(frozenset(stores))
@@ -135,40 +107,42 @@ def footprint(
     there = {block for node in kept for block in makes[node]}
     first = next(iter(graph.nodes))
     makes[first] = tuple(dict.fromkeys((*makes[first], *sorted(there))))
-    return Footprint(makes, reads, blocks.nbytes, blocks.staying() | there)
+    held = [node for node in graph.find_nodes(op="placeholder") if node.meta.get(HELD, False)]
+    held += graph.output_node().all_input_nodes
+    held += [written for node in graph.nodes for written in written_by(node)]
+    return Footprint(
+        makes, reads, blocks.nbytes, frozenset(block for node in held for block in blocks.of(node)) | there
+    )
 
 
 class _Blocks:
     """Which nodes share memory: storages, joined where one is known to lie in another."""
 
     def __init__(self, graph: fx.Graph, lives_in: Mapping[fx.Node, fx.Node], without: frozenset[fx.Node]) -> None:
-        self.graph, self.without = graph, without
+        self._without = without
         self._parent: dict[int, int] = {}
         self._storages: dict[fx.Node, tuple[int, ...]] = {}
         numbers: dict[Storage, int] = {}
         sizes: dict[int, int] = {}
         for node in graph.nodes:
-            # What the output says of itself was noted before passes ran, and is no memory of its own.
+            # The value of the output was noted before passes ran, and is no memory of its own.
             found = {} if node.op == "output" else storages_of(node)
             self._storages[node] = tuple(numbers.setdefault(storage, len(numbers)) for storage in found)
             sizes.update(zip(self._storages[node], map(_hint, found.values()), strict=True))
-        self._join(lives_in)
+        for node, home in lives_in.items():
+            self._unite(self._storages[node], self._storages[home][:1] * len(self._storages[node]))
+        for node in graph.nodes:
+            if is_wait(node) or (is_collective(node) and "all_reduce" in str(node.target)):
+                given = [number for source in node.all_input_nodes for number in self._storages[source]]
+                self._unite(self._storages[node], given)
         self.nbytes: dict[int, int] = {}
         for number, size in sizes.items():
             root = self._root(number)
             self.nbytes[root] = max(size, self.nbytes.get(root, 0))
-        self.members: dict[int, list[fx.Node]] = {}
+        self._members: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
             for block in self.of(node):
-                self.members.setdefault(block, []).append(node)
-
-    def _join(self, lives_in: Mapping[fx.Node, fx.Node]) -> None:
-        for node, home in lives_in.items():
-            self._unite(self._storages[node], self._storages[home][:1] * len(self._storages[node]))
-        for node in self.graph.nodes:
-            if is_wait(node) or (is_collective(node) and "all_reduce" in str(node.target)):
-                given = [number for source in node.all_input_nodes for number in self._storages[source]]
-                self._unite(self._storages[node], given)
+                self._members.setdefault(block, []).append(node)
 
     def _unite(self, numbers: Sequence[int], others: Sequence[int]) -> None:
         for one, other in zip(numbers, others, strict=False):
@@ -180,66 +154,57 @@ class _Blocks:
             number = self._parent[number]
         return number
 
-    def of(self, node: fx.Node) -> tuple[int, ...]:
-        """The blocks that a node's result lies in."""
-        if node in self.without:
-            return ()
-        return tuple(dict.fromkeys(self._root(number) for number in self._storages[node]))
-
-    def of_inputs(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(block for source in node.all_input_nodes for block in self.of(source)))
+    def of(self, *nodes: fx.Node) -> tuple[int, ...]:
+        """The blocks that the results of nodes lie in."""
+        numbers = (number for node in nodes if node not in self._without for number in self._storages[node])
+        return tuple(dict.fromkeys(map(self._root, numbers)))
 
     def inlined(self, stores: frozenset[fx.Node]) -> dict[int, fx.Node]:
         """Blocks that never are in memory, with the node that computes them."""
         found: dict[int, fx.Node] = {}
-        for block, (maker, *views) in self.members.items():
-            if not _is_pointwise(maker) or any(block not in self.of_inputs(view) for view in views):
-                continue  # Not generated code, or of several makers.
-            users = [user for node in (maker, *views) for user in node.users if user not in self.without]
+        for block, (maker, *views) in self._members.items():
+            if not _is_pointwise(maker) or any(block not in self.of(*view.all_input_nodes) for view in views):
+                continue  # not generated code, or of several makers
+            users = [user for node in (maker, *views) for user in node.users if user not in self._without]
             if users and all(self._can_inline(user) or user in stores for user in users):
                 found[block] = maker
         return found
 
     def _can_inline(self, user: fx.Node) -> bool:
-        """Whether a node can read what is not in memory: generated code does, and views just look at it."""
+        """Whether a node can read what is not in memory, as generated code and views do."""
         if user.op != "call_function" or written_by(user):
             return False
-        is_view = bool(self._storages[user]) and set(self.of(user)) <= set(self.of_inputs(user))
-        return is_view or _is_pointwise(user) or _packet(user) in _REDUCING
+        is_view = bool(self._storages[user]) and set(self.of(user)) <= set(self.of(*user.all_input_nodes))
+        return is_view or _is_pointwise(user) or _op(user) in _REDUCING
 
     def read_by(self, node: fx.Node, inlined: Mapping[int, fx.Node]) -> tuple[int, ...]:
         """The blocks in memory that a node reads, through everything that is computed on the way."""
-        if node in self.without or any(block in inlined for block in self.of(node)):
+        if node in self._without or any(block in inlined for block in self.of(node)):
             return ()
         seen: dict[int, None] = {}
-        stack = list(self.of_inputs(node))
+        stack = list(self.of(*node.all_input_nodes))
         while stack:
             block = stack.pop()
             if block not in seen:
                 seen[block] = None
                 if block in inlined:
-                    stack.extend(self.of_inputs(inlined[block]))
+                    stack.extend(self.of(*inlined[block].all_input_nodes))
         return tuple(block for block in seen if block not in inlined)
-
-    def staying(self) -> frozenset[int]:
-        kept = [node for node in self.graph.find_nodes(op="placeholder") if node.meta.get(HELD, False)]
-        kept += self.graph.output_node().all_input_nodes
-        kept += [written for node in self.graph.nodes for written in written_by(node)]
-        return frozenset(block for node in kept for block in self.of(node))
 
 
 def _hint(nbytes: Any) -> int:
     """A size in bytes; of one that is not known until run time, what it was when the graph was made."""
     if isinstance(nbytes, int):
         return nbytes
-    hint = nbytes.node.hint
-    return int(hint) if hint is not None else 0
+    return int(nbytes.node.hint or 0)
 
 
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
+def _op(node: fx.Node) -> str:
+    """The name of an op of ATen or of its primitives; empty for any other."""
+    target: Any = node.target
+    return target.overloadpacket.__name__ if getattr(target, "namespace", "") in ("aten", "prims") else ""
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and (torch.Tag.pointwise in tags or _packet(node) in _GENERATED)
+    return node.op == "call_function" and (torch.Tag.pointwise in tags or _op(node) in _GENERATED)

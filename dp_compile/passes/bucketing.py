@@ -87,7 +87,7 @@ class BucketReductions:
             _erase(node)
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
-            edit.sort_stably(graph, chain=chain_of(launches))
+            edit.reorder(graph, edit.stable_order(graph, chain=chain_of(launches)))
         return PassResult(changed=bool(launches))
 
 

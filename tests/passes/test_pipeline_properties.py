@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from backwards import RandomBackward, random_backwards
 from graphs import Grad, Unreduced, launches, plan_for, short, trace
+from graphs import replace as replace_node
 from hypothesis import given, settings
 from torch import fx
 
@@ -170,7 +171,7 @@ def first(graph: fx.Graph, target: Any) -> fx.Node:
 
 
 def lose_a_wait(graph: fx.Graph) -> None:
-    edit.replace(first(graph, WAIT), first(graph, ALL_REDUCE))
+    replace_node(first(graph, WAIT), first(graph, ALL_REDUCE))
 
 
 def swap_members(graph: fx.Graph) -> None:

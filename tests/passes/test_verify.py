@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Changed, Grad, plan_for, run_passes, trace
+from graphs import Changed, Grad, plan_for, run_passes, sort_stably, trace
+from graphs import replace as replace_node
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError
@@ -60,7 +61,7 @@ def after(node: fx.Node, target: Any, *arguments: Any, user: fx.Node | None = No
 
 
 def drop_wait(graph: fx.Graph) -> None:
-    edit.replace(first(graph, WAIT), first(graph, ALL_REDUCE))
+    replace_node(first(graph, WAIT), first(graph, ALL_REDUCE))
 
 
 def launch_before_concatenation(graph: fx.Graph) -> None:
@@ -68,7 +69,7 @@ def launch_before_concatenation(graph: fx.Graph) -> None:
 
 
 def drop_collective(graph: fx.Graph) -> None:
-    edit.replace(first(graph, WAIT), first(graph, FLAT_BUCKET))
+    replace_node(first(graph, WAIT), first(graph, FLAT_BUCKET))
     graph.erase_node(first(graph, ALL_REDUCE))
 
 
@@ -106,7 +107,7 @@ def hand_out_the_local_gradient(graph: fx.Graph) -> None:
 
 
 def leave_a_write_out(graph: fx.Graph) -> None:
-    edit.replace(first(graph, aten.copy_.default), first(graph, aten.copy_.default).args[0])
+    replace_node(first(graph, aten.copy_.default), first(graph, aten.copy_.default).args[0])
 
 
 def negate_another(graph: fx.Graph) -> None:
@@ -132,7 +133,7 @@ def overwrite_a_gradient(graph: fx.Graph) -> None:
 
 
 def drop_reduction(graph: fx.Graph) -> None:
-    edit.replace(first(graph, REDUCE_GRAD), first(graph, REDUCE_GRAD).all_input_nodes[0])
+    replace_node(first(graph, REDUCE_GRAD), first(graph, REDUCE_GRAD).all_input_nodes[0])
 
 
 def reduce_again(graph: fx.Graph) -> None:
@@ -176,7 +177,7 @@ def exchange_members(graph: fx.Graph) -> None:
 
 def wait_for_one_of_a_group(graph: fx.Graph) -> None:
     kept, lost = graph.find_nodes(op="call_function", target=WAIT)[:2]
-    edit.replace(lost, kept)
+    replace_node(lost, kept)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_bucket_of_two_tensors(wrong: Edit, text: str) -> None:
 def leave_out_what_is_between_nodes(graph: fx.Graph) -> None:
     launch = first(graph, ALL_REDUCE)
     (wait,) = launch.users
-    edit.replace(wait, launch.all_input_nodes[0])
+    replace_node(wait, launch.all_input_nodes[0])
     graph.erase_node(launch)
 
 
@@ -206,7 +207,7 @@ def gather_another(graph: fx.Graph) -> None:
     """The first bucket gets what belongs to the second one, which has the same size."""
     one, other = graph.find_nodes(op="call_function", target=ALL_GATHER)
     one.args, other.args = (other.args[0], *one.args[1:]), (one.args[0], *other.args[1:])
-    edit.sort_stably(graph)
+    sort_stably(graph)
 
 
 def add_up_the_wrong_parts(graph: fx.Graph) -> None:
