@@ -1,38 +1,30 @@
-"""The op that makes buckets: what it is in a graph, and what it does where nothing is compiled.
+"""The op that makes buckets: what it is in a graph, and what it does without a compiler.
 
     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
                                                               offsets, each in its memory order; between them
-                                                              zeros if `zero_gaps`, else whatever was there;
+                                                              zeros if `zero_gaps`, else undefined values;
                                                               `dtype`: rounded to it, once; `factor`: a number in
                                                               a tensor, by which all are multiplied instead
 
-`lowering.py` says what compiled code makes of them.
+`lowering.py` has what compiled code makes of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from dp_compile._torch import storages
-
-_library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define(
-    "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
-    " ScalarType? dtype=None, Tensor? factor=None) -> Tensor"
-)
 
 SMALL_NUMEL: Final = 2**15
 """Up to here a tensor stays in the processor's cache, and a second pass over it costs next to nothing."""
 _EXACT: Final = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberPlace:
+class MemberPlace(NamedTuple):
     """Where a member lies in its bucket."""
 
     shape: tuple[int, ...]
@@ -64,48 +56,9 @@ def gaps_of(places: Sequence[MemberPlace], numel: int) -> list[tuple[int, int]]:
 
 
 def dtype_of_product(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's kernels multiply by a number, where the wider of two dtypes is asked for."""
+    """The dtype in which torch's kernels multiply by a number if the result has the wider of two dtypes."""
     wide = torch.promote_types(one, other)
     return torch.float32 if wide in (torch.float16, torch.bfloat16) else wide
-
-
-def _fill(
-    gradients: Sequence[torch.Tensor],
-    scales: Sequence[float],
-    strides: Sequence[int],
-    offsets: Sequence[int],
-    numel: int,
-    zero_gaps: bool = False,
-    dtype: torch.dtype | None = None,
-    factor: torch.Tensor | None = None,
-) -> torch.Tensor:
-    bucket = gradients[0].new_empty(numel, dtype=dtype)
-    fill(bucket, gradients, scales, strides, offsets, factor)
-    return bucket
-
-
-def fill(
-    bucket: torch.Tensor,
-    gradients: Sequence[torch.Tensor],
-    scales: Sequence[float | torch.Tensor],
-    strides: Sequence[int],
-    offsets: Sequence[int],
-    factor: torch.Tensor | None = None,
-) -> None:
-    """Fill flat memory as `flat_bucket` does, with zeros in the gaps."""
-    places = places_of([gradient.shape for gradient in gradients], strides, offsets)
-    if gaps_of(places, bucket.numel()):
-        bucket.zero_()
-    parts = [bucket.as_strided(place.shape, place.stride, place.offset) for place in places]
-    if factor is None:
-        for scale in set(scales):
-            chosen = [number for number, each in enumerate(scales) if each == scale]
-            multiply_into([parts[each] for each in chosen], [gradients[each] for each in chosen], scale)
-        return
-    for gradient, part in zip(gradients, parts, strict=True):
-        # In a dtype of its own it would be one for a gradient without dimensions too.
-        inner = dtype_of_product(gradient.dtype, bucket.dtype)
-        torch.mul(gradient.to(inner), factor.to(inner), out=part)
 
 
 def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: Any) -> None:
@@ -129,7 +82,7 @@ def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
             storages.multiply_all(targets, scale)
 
 
-def _shape_of_bucket(
+def _fill(
     gradients: Sequence[torch.Tensor],
     scales: Sequence[float],
     strides: Sequence[int],
@@ -139,10 +92,33 @@ def _shape_of_bucket(
     dtype: torch.dtype | None = None,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return gradients[0].new_empty(numel, dtype=dtype)
+    bucket = gradients[0].new_empty(numel, dtype=dtype)
+    places = places_of([gradient.shape for gradient in gradients], strides, offsets)
+    if gaps_of(places, numel):
+        bucket.zero_()
+    for gradient, scale, place in zip(gradients, scales, places, strict=True):
+        part = bucket.as_strided(place.shape, place.stride, place.offset)
+        if factor is None:
+            multiply_into([part], [gradient], scale)
+        else:
+            # Cast: to torch.mul a factor of another dtype counts as a number only if the gradient has dimensions.
+            inner = dtype_of_product(gradient.dtype, bucket.dtype)
+            torch.mul(gradient.to(inner), factor.to(inner), out=part)
+    return bucket
 
 
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define(
+    "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
+    " ScalarType? dtype=None, Tensor? factor=None) -> Tensor"
+)
 _library.impl("flat_bucket", _fill, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::flat_bucket", _shape_of_bucket, lib=_library)
+torch.library.register_fake(
+    "dp_compile::flat_bucket",
+    lambda gradients, scales, strides, offsets, numel, zero_gaps=False, dtype=None, factor=None: gradients[0].new_empty(
+        numel, dtype=dtype
+    ),
+    lib=_library,
+)
 
 FLAT_BUCKET = torch.ops.dp_compile.flat_bucket.default

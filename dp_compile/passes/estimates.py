@@ -1,14 +1,14 @@
-"""When each gradient of a captured graph is ready, by what the nodes before it have to compute. Reads only.
+"""When each gradient of a captured graph is ready, by the work of the nodes before it. Reads only.
 
-Collectives of the model's own, as those of tensor parallel, take their time there: what follows waits for them. That
-reductions of gradients make them slower, and they those, is not in it: tensor parallel is mostly inside a node, where a
-reduction between nodes takes other links.
+Collectives of the model's own, as those of tensor parallel, take their time there: what follows waits for them. It is
+not modelled that they and reductions of gradients slow each other down: tensor parallel is mostly inside a node, where
+a reduction between nodes takes other links.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,11 +30,11 @@ FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
 _NOMINAL: Final = {"cpu": (GLOO, 10e9), "cuda": (NCCL, 3.35e12)}
-"""By type of device: whose nominal links carry the model's collectives on a simulated group, and how many bytes its
-memory moves in a second meanwhile: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
+"""By type of device: the backend whose nominal links carry the model's collectives on a simulated group, and how many
+bytes its memory moves in a second: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
 
 Values = Mapping[fx.Node, Any]
-"""What nodes make: fake tensors of static sizes, alone or in lists. A node that is not there counts as no work."""
+"""The results of nodes: fake tensors of static sizes, alone or in lists. A node without one counts as no work."""
 
 
 class Accumulation(NamedTuple):
@@ -49,7 +49,7 @@ class Accumulation(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """What a graph says: of each gradient the share of the work until it is ready; and of the model's collectives."""
+    """The share of a graph's work until each gradient is ready, and the model's collectives."""
 
     gradients: list[float]
     collectives: tuple[ModelCollective, ...] = ()
@@ -66,21 +66,22 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estim
         return Estimates([])
     at = {each.node: each for each in accumulations}
     done, before, sent = 0.0, dict[fx.Node, float](), list[ModelCollective]()
-    behind = dict[fx.Node, float]()
+    after = dict[fx.Node, float]()
     for node in accumulations[0].node.graph.nodes:
         if node in at:
-            adding = _work_of_adding(at[node], values)
+            gradient = values.get(at[node].gradient)
+            adding = 3 * _nbytes(gradient) if at[node].adds and isinstance(gradient, torch.Tensor) else 0.0
             done += adding
-            # A DTensor stands behind all that the backward computes, whatever it is made of; no code waits for that.
+            # A DTensor comes after all that the backward computes, but no code waits for more than its parts.
             parts = dynamo.parts_of_subclass(at[node].gradient)
-            before[node] = max(behind[each] for each in parts) + adding if parts else done
+            before[node] = max(after[each] for each in parts) + adding if parts else done
         elif is_collective(node):
             for each in _sent(node, values, done):
                 sent.append(each)
                 done = each.end
         elif node.op in ("call_function", "call_method"):
             done += _work(node, values)
-        behind[node] = done
+        after[node] = done
     total = done
     return Estimates(
         [before[each.node] / total if total else 1.0 for each in accumulations],
@@ -105,35 +106,22 @@ def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollectiv
     yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * bytes_per_s)
 
 
-def _work_of_adding(accumulation: Accumulation, values: Values) -> float:
-    gradient = values.get(accumulation.gradient)
-    return 3 * _nbytes(gradient) if accumulation.adds and isinstance(gradient, torch.Tensor) else 0.0
-
-
 def _work(node: fx.Node, values: Values) -> float:
     if node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
-        return 0.0  # The lists that these take and make hold other fake tensors for the same memory.
-    value = values.get(node)
-    outputs = list(_tensors(value))
+        return 0.0  # the lists that these take and make hold other fake tensors for the same memory
+    outputs = list(_tensors(values.get(node)))
     inputs = [tensor for each in node.all_input_nodes for tensor in _tensors(values.get(each))]
-    if not outputs or _is_view(outputs, inputs):
-        return 0.0
-    nbytes = sum(_nbytes(tensor) for tensor in (*inputs, *outputs))
-    return max(nbytes, _flops(node, values) / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
-
-
-def _is_view(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-    """Whether a node only hands on memory of its inputs. What writes into an input counts as a view too: rare."""
+    # What writes into an input counts as a view, too: rare.
     memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
-    return all(StorageWeakRef(tensor.untyped_storage()) in memory for tensor in outputs)
-
-
-def _flops(node: fx.Node, values: Values) -> float:
-    formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
+    if all(StorageWeakRef(tensor.untyped_storage()) in memory for tensor in outputs):
         return 0.0
+    nbytes = float(sum(map(_nbytes, (*inputs, *outputs))))
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return nbytes
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
-    return float(formula(*args, **kwargs, out_val=values[node]))
+    flops = float(formula(*args, **kwargs, out_val=values[node]))
+    return max(nbytes, flops / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -2,30 +2,27 @@
 
     a  b  launch(a)  wait(a)  use(a)  c   ->   a  launch(a)  b  c  ...  wait(a)  use(a)
 
-In front of a launch stands what it needs and what the launches before it need, nothing else: computing something for
-a later bucket does not hold it back. So no order with these launches has less before any of them. Each wait goes to
-just before its first use. Nothing here depends on a belief about time.
+Before a launch stands what it needs and what the launches before it need, nothing else. So no order with these launches
+has less before any of them. Each wait goes to just before its first use. Nothing here depends on an estimate of time.
 
 On two levels of network a launch may need the wait for the stage before it, at which compute stands still. It comes
 right before that launch, no sooner, and launches keep the order that the plan gave them (`launch_order`): a second
-stage stands where the next bucket's first one does, the last stages behind all others.
+stage stands where the next bucket's first one does, the last stages after all others.
 
     launch 0   a   launch 1  (wait, second stage of 0)   b   launch 2  (wait, second stage of 1)  ...  last stages
 
-For a CPU, Inductor makes one C++ function of what it generates between two calls of a library, and compiles each
-function once, however often it is called. A bias's gradient between the two products of a layer would be one by itself:
-it comes behind the second one, to the code that it finds there, unless a launch needs it before. The second one has to
-read what it reads, so nothing is held longer.
+For a CPU, Inductor compiles one C++ function of what it generates between two calls of a library. A bias's gradient
+between the two products of a layer would be one by itself, so it moves after the second one, to the generated code
+there, unless a launch needs it before. The second product reads what it reads, so no tensor is held longer.
 
 Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
-bound on the simulated peak compute stays where it was but for those, and collectives move; so it does if no launch
-would gain.
+bound on the simulated peak only those sums and the collectives move; so it is if no launch would gain.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -71,7 +68,7 @@ class ScheduleCollectives:
             )
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        launches = _launches(graph)
+        launches = [node for node in graph.nodes if is_collective(node) and _is_ours(node)]
         if not launches:
             return PassResult(changed=False)
         ddp_nbytes = _peak_of_ddp(graph, launches)
@@ -81,8 +78,16 @@ class ScheduleCollectives:
         moved = _computing_first_what_is_needed_first(graph, launches, wish)
         refusal = None
         if _compute_before(moved) != _compute_before(order):
-            refusal = _obstacle(graph, launches) or _excess(launches[0], ours.peak(moved), bound)
-            order = moved if refusal is None else order
+            theirs = [node for node in graph.nodes if is_collective(node) and not _is_ours(node)]
+            wanted = ours.peak(moved).nbytes
+            if theirs:
+                reason = "it could change the order of the model's own collectives"
+                refusal = Refusal(theirs[0].name, f"compute does not move: {reason}")
+            elif wanted > bound:
+                reason = f"its simulated peak would be {format_bytes(wanted)}, the bound is {format_bytes(bound)}"
+                refusal = Refusal(launches[0].name, f"compute does not move: {reason}")
+            else:
+                order = moved
         peak = ours.peak(order)
         return PassResult(
             changed=edit.reorder(graph, order),
@@ -91,8 +96,8 @@ class ScheduleCollectives:
         )
 
 
-def _launches(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if is_collective(node) and edit.provenance_of(node)]
+def _is_ours(node: fx.Node) -> bool:
+    return edit.provenance_of(node) is not None
 
 
 # --- orders -----------------------------------------------------------------------------------------------------
@@ -101,60 +106,49 @@ def _launches(graph: fx.Graph) -> list[fx.Node]:
 def _computing_first_what_is_needed_first(
     graph: fx.Graph, launches: Sequence[fx.Node], wish: Mapping[fx.Node, float]
 ) -> list[fx.Node]:
-    turn, end = _turns(graph, launches), len(launches)
-    # What no launch needs is computed while the slow link is busy, not behind the waits for it.
-    last_stages = end - len(list(itertools.takewhile(is_all_gather, reversed(launches))))
-
-    def priority(node: fx.Node) -> tuple[float, float]:
-        # Half a turn: behind the launch before the last stages, in front of these.
-        ours = edit.provenance_of(node) is not None
-        return turn.get(node, end if ours or last_stages == end else last_stages - 0.5), wish[node]
-
-    return edit.stable_order(graph, priority, chain=chain_of(launches))
-
-
-def _turns(graph: fx.Graph, launches: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The number of the first launch that needs a node; nothing for nodes that no launch needs."""
-    needs = edit.dependencies(graph, chain=chain_of(launches))
-    turns: dict[fx.Node, int] = {}
+    """By the number of the first launch that needs a node, then by `wish`."""
+    needs, turn, end = edit.dependencies(graph, chain=chain_of(launches)), dict[fx.Node, float](), len(launches)
     for number, launch in enumerate(launches):
         stack = [launch]
         while stack:
             node = stack.pop()
-            if node not in turns:
-                turns[node] = number
+            if node not in turn:
+                turn[node] = number
                 stack.extend(needs[node])
-    return turns
+    # What no launch needs is computed while the slow link is busy: half a turn before the last stages.
+    last_stages = end - len(list(itertools.takewhile(is_all_gather, reversed(launches))))
+
+    def priority(node: fx.Node) -> tuple[float, float]:
+        return turn.get(node, end if _is_ours(node) or last_stages == end else last_stages - 0.5), wish[node]
+
+    return edit.stable_order(graph, priority, chain=chain_of(launches))
 
 
 def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
     """Where nodes want to be: compute where it is, launches as soon as they can, waits just before their first use."""
     wish: dict[fx.Node, float] = {node: position for position, node in enumerate(graph.nodes)}
-    wish |= _beside_other_code(graph, wish)
-    returns = set(_handing_back(graph))
+    wish |= _with_other_code(graph, wish)
+    returns = _handing_back(graph)
     for node in reversed(graph.nodes):
         if node in returns:
-            # Less than a place, however many follow each other: in front of the user and behind what stands there.
+            # Less than one place for all that follow each other: between the user and the node before it.
             wish[node] = min((wish[user] for user in node.users), default=wish[node]) - 0.5 / len(wish)
-        elif edit.provenance_of(node) is not None:
+        elif _is_ours(node):
             wish[node] = _SOON
     return wish
 
 
-def _beside_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
-    """For gradients that generated code computes alone, in front of products: the next place with generated code.
+def _with_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+    """For gradients that generated code computes alone, before products: the next place with generated code.
 
-    Of those whose inputs the last of these products reads too, after which they come at once.
+    Only for those whose inputs the last of these products reads as well, right after which they come.
     """
     found: dict[fx.Node, float] = {}
-    place: float | None = None
-    """Of what is generated next, behind the products that follow; `None` if nothing is."""
-    product: fx.Node | None = None
-    """The last of these."""
+    place, product = None, None  # of the next generated code, and the last product before it
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or edit.provenance_of(node) is not None or not _makes_memory(node):
+        if node.op != "call_function" or _is_ours(node) or not _makes_memory(node):
             continue
-        is_gradient = bool(node.users) and all(edit.provenance_of(user) is not None for user in node.users)
+        is_gradient = bool(node.users) and all(map(_is_ours, node.users))
         if getattr(node.target, "overloadpacket", None) in flop_registry:
             product = product or node
         elif is_gradient and product is not None and place is not None and _memory_read(node) <= _memory_read(product):
@@ -164,65 +158,44 @@ def _beside_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict
     return found
 
 
-def _handing_back(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The waits of our collectives, and the nodes of buckets behind them."""
+def _handing_back(graph: fx.Graph) -> set[fx.Node]:
+    """The waits of our collectives, and the nodes of buckets after them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        ours = edit.provenance_of(node) is not None
-        if ours and (is_wait(node) or any(source in found for source in node.all_input_nodes)):
-            if not is_collective(node):
+        if _is_ours(node) and not is_collective(node):
+            if is_wait(node) or not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
-                yield node
+    return found
 
 
 def _compute_before(order: Sequence[fx.Node]) -> list[int]:
-    """The number of the backward's own calls in front of each launch."""
+    """The number of the backward's own calls before each launch."""
     counts, count = [], 0
     for node in order:
-        ours = edit.provenance_of(node) is not None
-        if ours and is_collective(node):
+        if _is_ours(node) and is_collective(node):
             counts.append(count)
-        count += node.op == "call_function" and not ours
+        count += node.op == "call_function" and not _is_ours(node)
     return counts
-
-
-def _obstacle(graph: fx.Graph, launches: Sequence[fx.Node]) -> Refusal | None:
-    """Why compute must stay where it is, whatever it costs."""
-    for node in graph.nodes:
-        if is_collective(node) and node not in launches:
-            return Refusal(node.name, "compute does not move: it could change the order of somebody else's collectives")
-    return None
-
-
-def _excess(launch: fx.Node, peak: memory.Peak, bound: int) -> Refusal | None:
-    if peak.nbytes <= bound:
-        return None
-    reason = f"its simulated peak would be {format_bytes(peak.nbytes)}, the bound is {format_bytes(bound)}"
-    return Refusal(launch.name, f"compute does not move: {reason}")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
 def _footprint(graph: fx.Graph) -> memory.Footprint:
-    """Members lie in their bucket from the start, if nobody else uses them; the bucket is there with the first.
-
-    Memory that is used again is there all the time.
-    """
+    """Members without other users lie in their bucket, which is there from the first one; kept memory always is."""
     buckets = graph.find_nodes(op="call_function", target=FLAT_BUCKET)
     homes = {
-        member: bucket for bucket in buckets for member in bucket.all_input_nodes if _has_memory_of_its_own(member)
+        member: bucket
+        for bucket in buckets
+        for member in bucket.all_input_nodes
+        if member.op == "call_function" and len(member.users) == 1 and _makes_memory(member)
     }
     kept = [node for node in buckets if place_of(node) is not None]
     return memory.footprint(graph, lives_in=homes, stores=buckets, kept=kept)
 
 
-def _has_memory_of_its_own(member: fx.Node) -> bool:
-    return member.op == "call_function" and len(member.users) == 1 and _makes_memory(member)
-
-
 def _makes_memory(node: fx.Node) -> bool:
-    """Whether a call is no view of what it is given."""
+    """Whether a call is no view of its inputs."""
     return _memory_read(node).isdisjoint(storages_of(node))
 
 
@@ -240,18 +213,13 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     # Of several stages the first one is given the bucket.
     buckets = {node for launch in launches if not waits_before(launch) for node in launch.all_input_nodes}
     nbytes = memory.footprint(graph).nbytes_of(buckets)
-    without = {*launches, *_handing_back(graph), *_filling(launches)}
+    without, stack = {*launches, *_handing_back(graph)}, list(buckets)
+    while stack:  # what turns gradients into buckets
+        node = stack.pop()
+        if _is_ours(node):
+            without.add(node)
+            stack.extend(node.all_input_nodes if node.target is not FLAT_BUCKET else ())
     for node in graph.nodes:
         if written_by(node) and any(source in without for source in node.all_input_nodes):
             without |= {node, *written_by(node)}
     return nbytes + memory.footprint(graph, without=without).peak(graph.nodes).nbytes
-
-
-def _filling(launches: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that turn gradients into the buckets of these launches."""
-    stack: list[Any] = [source for launch in launches for source in launch.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if edit.provenance_of(node) is not None:
-            yield node
-            stack.extend(node.all_input_nodes if node.target is not FLAT_BUCKET else ())

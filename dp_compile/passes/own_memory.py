@@ -1,13 +1,12 @@
-"""Gradients lie in memory of their own: whoever writes to one, as clipping does, writes to no other.
+"""Gradients lie in memory of their own: a write to one, as clipping does, changes no other.
 
-autograd copies a gradient that it hands to two parameters, and so does what compiled autograd traces. Inductor takes
-these copies out again as operations that change nothing (`remove_noop_ops`, torch 2.13): the gradients of a weight and
-of what is added to it became one tensor, and an update was given memory that the rest of the backward reads.
+autograd copies a gradient that it returns for two parameters, and so does what compiled autograd traces. Inductor
+removes these copies as operations that change nothing (`remove_noop_ops`, torch 2.13): the gradients of a weight and of
+what is added to it became one tensor, and an update got memory that the rest of the backward reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +22,10 @@ _CLONE = torch.ops.aten.clone.default
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """Copies what a backward returns twice, and what it gives to an update and somebody else reads."""
+    """Copies what a backward returns twice, and what an update gets although there are other readers."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        graph.eliminate_dead_code()  # what nobody uses reads nothing
-        self._separate_outputs(graph)
-        for update in graph.find_nodes(op="call_function", target=UPDATE_LATER):
-            _separate_gradients(graph, update)
-
-    def _separate_outputs(self, graph: fx.Graph) -> None:
+        graph.eliminate_dead_code()  # it would count as a reader
         output, taken = graph.output_node(), dict[fx.Node, list[fx.Node]]()
 
         def own(value: Any) -> Any:
@@ -40,31 +34,26 @@ class OwnMemory:
             if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
                 return value
             others = taken.setdefault(_root(value), [])
-            if value in others or not all(_is_apart(value, other) for other in others):
+            if value in others or not all(_are_disjoint(value, other) for other in others):
                 return _copied(graph, value, output)
             others.append(value)
             return value
 
         output.args = own(output.args)
-
-
-def _separate_gradients(graph: fx.Graph, update: fx.Node) -> None:
-    tensors, gradients = update.args[:2]
-    assert isinstance(gradients, Sequence)
-    update.args = (tensors, [_own(graph, each, update) for each in read_update(update).gradients], *update.args[2:])
+        for update in graph.find_nodes(op="call_function", target=UPDATE_LATER):
+            gradients = read_update(update).gradients
+            update.update_arg(1, [_own(graph, each, update) for each in gradients])
 
 
 def _own(graph: fx.Graph, gradient: fx.Node, update: fx.Node) -> fx.Node:
     root = _root(gradient)
     if root.target is REDUCE_GRAD:  # gets its own place in a bucket
         return gradient
-    family, uses = [root], 0
+    family = [root]
     for node in family:
-        for user in node.users:
-            if viewed_by(user) is node:
-                family.append(user)
-            else:
-                uses += read_update(user).gradients.count(node) if user is update else 2
+        family += [user for user in node.users if viewed_by(user) is node]
+    readers = {user for node in family for user in node.users if user not in family}
+    uses = sum(map(read_update(update).gradients.count, family)) if readers == {update} else 2
     return gradient if uses == 1 and root.op != "placeholder" else _copied(graph, gradient, update)
 
 
@@ -76,13 +65,13 @@ def _copied(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """In whose memory a node's result lies, by what is called: copies that were taken out left storages behind."""
+    """In whose memory a node's result lies, by its calls: `meta` has other storages after copies were removed."""
     while (looked_at := viewed_by(node)) is not None:
         node = looked_at
     return node
 
 
-def _is_apart(one: fx.Node, other: fx.Node) -> bool:
+def _are_disjoint(one: fx.Node, other: fx.Node) -> bool:
     """Whether two views of one memory have no element in common, for sure."""
     if storages_of(one).keys() != storages_of(other).keys():
         return False  # where they lie was noted in different memories
@@ -94,6 +83,6 @@ def _is_apart(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """From the first element of a tensor in its storage to behind the last."""
+    """The first element of a tensor in its storage, and the one after the last."""
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset(), tensor.storage_offset() + sum(steps) + 1
