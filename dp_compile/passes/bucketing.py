@@ -39,7 +39,7 @@ from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.memory import PLACE, MemoryPlace
 from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, reductions_in, states_in
 from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place
+from dp_compile.plan.buckets import Bucket, BucketPlan, Member, Place
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -73,10 +73,9 @@ class BucketReductions:
             places = map(MemoryPlace, repeat(replica), count(), repeat(plans[replica].keeps_memory))
             stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
             for number, bucket in enumerate(plans[replica].buckets):
-                members = [reduction_of(member, bucket, reductions) for member in bucket.members]
-                last = max((reduction.node for reduction in members), key=position.__getitem__)
-                site = Site(graph, last, f"{replica}.{number}", self.zero_gaps, places)
-                ops = GraphOps(site, parts_of(bucket, members), states, remembered)
+                parts = parts_of(bucket, reductions)
+                last = max((part.reduction.node for part in parts), key=position.__getitem__)
+                ops = GraphOps(graph, last, f"{replica}.{number}", parts, states, remembered, places, self.zero_gaps)
                 views |= reduced_by(ops, bucket)
                 staged.append(ops.launches)
             launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
@@ -136,23 +135,6 @@ def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan])
     return found
 
 
-def reduced_by(ops: GraphOps, bucket: Bucket) -> dict[fx.Node, fx.Node]:
-    """What each reduction of a bucket becomes; where ranks keep parts, the part that has it."""
-    tensors = finished(reduce_bucket(bucket, ops))
-    if bucket.key.reduction.is_scattered:
-        return {part.reduction.node: tensors[part.place.tensor] for part in ops.parts}
-    views: dict[fx.Node, fx.Node] = {}
-    for part in ops.parts:
-        node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
-        views[node] = ops.site.view_back(tensors[part.place.tensor], part.member.gradient, promised, part.place.offset)
-    return views
-
-
-def parts_of(bucket: Bucket, reductions: Sequence[GradReduction]) -> list[Part]:
-    together = zip(bucket.members, reductions, bucket.places, strict=True)
-    return [Part(number, *each) for number, each in enumerate(together)]
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
@@ -163,47 +145,69 @@ class Part:
     place: Place
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where in a graph the nodes of a bucket are made."""
+def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Part]:
+    """The members of a bucket, with their reductions by index.
+
+    Raises:
+        InvalidGraphError: there is none, or it reduces another kind of tensor.
+    """
+    parts: list[Part] = []
+    for number, (member, place) in enumerate(zip(bucket.members, bucket.places, strict=True)):
+        gradient, reduction = member.gradient, reductions.get(member.gradient.index)
+        if reduction is None:
+            raise InvalidGraphError(f"the plan reduces the gradient of {gradient.name}, but the graph does not")
+        value = reduction.grad.meta["val"]
+        given = (tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
+        planned = (gradient.shape, bucket.key.dtype, bucket.key.device)
+        if given != planned:
+            raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
+        parts.append(Part(number, member, reduction, place))
+    return parts
+
+
+def reduced_by(ops: GraphOps, bucket: Bucket) -> dict[fx.Node, fx.Node]:
+    """What each reduction of a bucket becomes; where ranks keep parts, the part that has it."""
+    tensors = finished(reduce_bucket(bucket, ops))
+    if bucket.key.reduction.is_scattered:
+        return {part.reduction.node: tensors[part.place.tensor] for part in ops.parts}
+    return {part.reduction.node: ops.view_back(tensors[part.place.tensor], part) for part in ops.parts}
+
+
+@dataclass(slots=True)
+class GraphOps:
+    """Puts into a graph what `reduce_bucket` asks for.
+
+    Args:
+        before: where; `unit`: the name of the bucket.
+        states: of the hook of these gradients; `remembered`: the new value of each of its tensors.
+        places: of the memory of the replica's buckets, in the order of the plan.
+    """
 
     graph: fx.Graph
     before: fx.Node
     unit: str
-    zero_gaps: bool
+    parts: list[Part]
+    states: Mapping[tuple[int, int], StateInGraph]
+    remembered: dict[fx.Node, fx.Node]
     places: Iterator[MemoryPlace]
-    """Of the memory of the replica's buckets, in the order of the plan."""
+    zero_gaps: bool
+    launches: list[fx.Node] = field(default_factory=list)
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         provenance = edit.Provenance(BucketReductions.name, self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
 
-    def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        bucket = self.make(target, *arguments, members=members)
-        bucket.meta[PLACE] = next(self.places)
-        return bucket
-
-    def view_back(self, reduced: fx.Node, gradient: GradientSpec, promised: tuple[int, ...], offset: int) -> fx.Node:
+    def view_back(self, reduced: fx.Node, part: Part) -> fx.Node:
         """A reduced gradient as a view of its bucket, with the strides that it had when it was traced."""
-        shape = list(gradient.shape)
+        gradient, offset = part.member.gradient, part.place.offset
+        shape, promised = list(gradient.shape), tuple(part.reduction.node.meta["val"].stride())
         if _same_layout(gradient.shape, promised, gradient.stride):
             return self.make(aten.as_strided.default, reduced, shape, list(promised), offset)
         view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
         # Compiled code of its readers relies on these strides, which are not the parameter's.
-        turned = self.make(aten.permute.default, view, list(memory_order(promised)))
-        flat = self.make(aten.reshape.default, turned, [gradient.numel])
-        return self.make(aten.as_strided.default, flat, list(gradient.shape), list(promised))
-
-
-@dataclass(slots=True)
-class GraphOps:
-    """Puts into a graph what `reduce_bucket` asks for. `remembered`: the new value of each tensor of a hook's state."""
-
-    site: Site
-    parts: list[Part]
-    states: Mapping[tuple[int, int], StateInGraph]
-    remembered: dict[fx.Node, fx.Node]
-    launches: list[fx.Node] = field(default_factory=list)
+        order = sorted(range(len(shape)), key=lambda dimension: (-promised[dimension], dimension))
+        flat = self.make(aten.reshape.default, self.make(aten.permute.default, view, order), [gradient.numel])
+        return self.make(aten.as_strided.default, flat, shape, list(promised))
 
     def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
         states = [self.states.get((part.reduction.replica, part.reduction.index)) for part in self.parts]
@@ -211,9 +215,8 @@ class GraphOps:
         names = ["" if each is None else ",".join(each.names) for each in states]
         gradients = [part.reduction.grad for part in self.parts]
         group = self.parts[0].member.gradient.key.reduction.stages[0].group
-        given = gradients, state, list(received), names, hook, group
-        step = self.site.make(HOOK_STEP, *given, self.site.unit)
-        return [self.site.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
+        step = self.make(HOOK_STEP, gradients, state, list(received), names, hook, group, self.unit)
+        return [self.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 
     def keep(self, state: Sequence[fx.Node]) -> None:
         new = iter(state)
@@ -251,13 +254,15 @@ class GraphOps:
         offsets = [part.place.offset for part in parts]
         numbers = tuple(str(part.number) for part in parts)
         # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
-        gaps = self.site.zero_gaps and numel > sum(part.member.numel for part in parts)
+        gaps = self.zero_gaps and numel > sum(part.member.numel for part in parts)
         more: tuple[Any, ...] = (gaps, dtype) if isinstance(scale, float) else (gaps, dtype, scale)
         while more and more[-1] in (None, False):  # as by default
             more = more[:-1]
         sources, scales = [node for node, _, _ in put], [factor for _, factor, _ in put]
         strides = [step for _, _, stride in put for step in stride]
-        return self.site.make_bucket(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
+        bucket = self.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
+        bucket.meta.setdefault(PLACE, next(self.places, None))
+        return bucket
 
     def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
         """What a bucket gets for a gradient, the factor that it applies to it, and its memory order."""
@@ -267,7 +272,7 @@ class GraphOps:
         # A source narrower than the wire is widened first: the product would be rounded once more.
         kind = source.meta["val"].dtype
         fits = dtype is None or torch.promote_types(kind, dtype) == kind
-        folded = fits and fold_factor(source, scale, edit.Provenance(BucketReductions.name, self.site.unit))
+        folded = fits and fold_factor(source, scale, edit.Provenance(BucketReductions.name, self.unit))
         return source, 1.0 if folded else scale, tuple(stride)
 
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
@@ -286,31 +291,29 @@ class GraphOps:
         else:
             target = collectives.GROUPED_ALL_REDUCE if len(tensors) > 1 else collectives.ALL_REDUCE
         argument = list(tensors) if len(tensors) > 1 else tensors[0]
-        self.launches.append(self.site.make(target, argument, *how))
+        self.launches.append(self.make(target, argument, *how))
         return self.launches[-1], len(tensors)
 
     def wait(self, launched: tuple[fx.Node, int]) -> list[fx.Node]:
         launch, count = launched
-        items = [self.site.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
-        return [self.site.make(collectives.WAIT, item) for item in items]
+        items = [self.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
+        return [self.make(collectives.WAIT, item) for item in items]
 
     def add_up(self, tensor: fx.Node, parts: int) -> fx.Node:
-        view = self.site.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])
-        return self.site.make(aten.sum.dim_IntList, view, [0])
+        view = self.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])
+        return self.make(aten.sum.dim_IntList, view, [0])
 
     def restore(self, tensor: fx.Node, scale: float | fx.Node, dtype: torch.dtype) -> fx.Node:
-        if isinstance(scale, fx.Node):
-            tensor = self._cast(tensor, dtype_of_product(tensor.meta["val"].dtype, dtype))
-            tensor = self.site.make(aten.mul.Tensor, tensor, scale)
-        elif scale != 1.0:
-            tensor = self._cast(tensor, torch.promote_types(tensor.meta["val"].dtype, dtype))
-            tensor = self.site.make(aten.mul.Tensor, tensor, scale)
+        if scale != 1.0:
+            widened = dtype_of_product if isinstance(scale, fx.Node) else torch.promote_types
+            tensor = self._cast(tensor, widened(tensor.meta["val"].dtype, dtype))
+            tensor = self.make(aten.mul.Tensor, tensor, scale)
         return self._cast(tensor, dtype)
 
     def _cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
         if tensor.meta["val"].dtype == dtype:
             return tensor
-        return self.site.make(prims.convert_element_type.default, tensor, dtype)
+        return self.make(prims.convert_element_type.default, tensor, dtype)
 
 
 def _erase(node: fx.Node) -> None:
@@ -321,27 +324,9 @@ def _erase(node: fx.Node) -> None:
         _erase(inputs[0])
 
 
-def reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradReduction]) -> GradReduction:
-    gradient = member.gradient
-    reduction = reductions.get(gradient.index)
-    if reduction is None:
-        raise InvalidGraphError(f"the plan reduces the gradient of {gradient.name}, but the graph does not")
-    value = reduction.grad.meta["val"]
-    given = (tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
-    planned = (gradient.shape, bucket.key.dtype, bucket.key.device)
-    if given != planned:
-        raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
-    return reduction
-
-
 def _same_layout(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether two strides mean the same places in memory: a dimension of size one may have any."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
-
-
-def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions from the slowest to the fastest in memory: `(0, 2, 3, 1)` for channels last."""
-    return tuple(sorted(range(len(stride)), key=lambda dimension: (-stride[dimension], dimension)))
 
 
 # --- what computes a gradient, and how that takes in the factor of an average ---

@@ -9,7 +9,6 @@ reduced one, is not checked: tests compare numbers (tests/passes/test_pipeline_p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -25,13 +24,11 @@ from dp_compile.passes.bucketing import (
     SCATTERED,
     GraphOps,
     Part,
-    Site,
     by_replica,
     is_cast,
     is_view,
     parts_of,
     reduced_by,
-    reduction_of,
     stride_before,
 )
 from dp_compile.passes.reduction import REDUCE_GRAD, dtype_of, reductions_in, states_in
@@ -134,11 +131,11 @@ class Checks:
         now: dict[fx.Node, fx.Node] = {}
         for replica, reductions in sorted(by_replica(self.reductions, self.plans).items()):
             for number, bucket in enumerate(self.plans[replica].buckets):
-                members = [reduction_of(member, bucket, reductions) for member in bucket.members]
-                if any(each.node not in left for each in members):
-                    names = " .. ".join(dict.fromkeys((bucket.members[0].label, bucket.members[-1].label)))
-                    site = _Written(graph, members[0].node, f"{replica}.{number}", False, iter(()), after, names, read)
-                    ops = _WrittenOps(site, parts_of(bucket, members), self.states, {}, checks=self, now=now)
+                parts, unit = parts_of(bucket, reductions), f"{replica}.{number}"
+                if any(part.reduction.node not in left for part in parts):
+                    first = parts[0].reduction.node
+                    ops = _Written(graph, first, unit, parts, self.states, {}, iter(()), False)
+                    ops.checks, ops.after, ops.read, ops.now = self, after, read, now
                     now |= reduced_by(ops, bucket) | ops.remembered
         return now
 
@@ -211,13 +208,21 @@ def _factor_in(node: fx.Node) -> tuple[Any, ...]:
     return node.target, None if position is None else node.args[position], *map(node.kwargs.get, ("beta", "alpha"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Written(Site):
-    """Nodes that are in a graph already. `read`: collects what was found."""
+class _Written(GraphOps):
+    """Finds in a graph what `GraphOps` would make.
 
+    `read`: collects the nodes, with the names of their gradients. `now`: what the reductions of earlier buckets have
+    become, which later gradients may be made of.
+    """
+
+    checks: Checks
     after: str
-    names: str
     read: dict[fx.Node, str]
+    now: Mapping[fx.Node, fx.Node]
+
+    @property
+    def names(self) -> str:
+        return " .. ".join(dict.fromkeys((self.parts[0].member.label, self.parts[-1].member.label)))
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         first, *others = _nodes_in(arguments)
@@ -234,13 +239,20 @@ class _Written(Site):
         self.read.update(dict.fromkeys((first, *others, found[0]), self.names))
         return found[0]
 
-    def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        return self.make(target, *arguments, members=members)
-
     def _is_of(self, node: fx.Node, members: tuple[str, ...]) -> bool:
         """Two gradients may be made of one tensor: each is copied, by calls with equal arguments."""
         by = provenance_of(node)
         return by is None or (by.unit == self.unit and (not members or by.members == members))
+
+    def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
+        for source, stride in self.checks.sources[part.reduction.node].items():
+            source = self.now.get(source, source)
+            for user in source.users:
+                by = provenance_of(user)
+                if user.target is FLAT_BUCKET and by is not None and by.unit == self.unit:
+                    is_folded = _factor_in(source) != self.checks.factors.get(source, _factor_in(source))
+                    return source, 1.0 if is_folded else scale, stride
+        _wrong(self.after, part.member.label, "became not reduced: it is in no bucket")
 
 
 def _plain(arguments: Sequence[Any]) -> list[Any]:
@@ -251,22 +263,3 @@ def _plain(arguments: Sequence[Any]) -> list[Any]:
     while plain and plain[-1] in (None, False):
         plain.pop()
     return plain
-
-
-@dataclass(slots=True)
-class _WrittenOps(GraphOps):
-    site: _Written
-    checks: Checks | None = None
-    now: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
-    """What the reductions of earlier buckets have become, which later gradients may be made of."""
-
-    def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
-        assert self.checks is not None
-        for source, stride in self.checks.sources[part.reduction.node].items():
-            source = self.now.get(source, source)
-            for user in source.users:
-                by = provenance_of(user)
-                if user.target is FLAT_BUCKET and by is not None and by.unit == self.site.unit:
-                    is_folded = _factor_in(source) != self.checks.factors.get(source, _factor_in(source))
-                    return source, 1.0 if is_folded else scale, stride
-        _wrong(self.site.after, part.member.label, "became not reduced: it is in no bucket")
