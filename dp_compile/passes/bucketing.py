@@ -108,9 +108,9 @@ def waits_before(launch: fx.Node) -> list[fx.Node]:
     return found
 
 
-def nan_check_is_on(environ: Mapping[str, str] = os.environ) -> bool:
+def nan_check_is_on() -> bool:
     """Whether torch's NCCL looks for NaN in what it is given."""
-    return environ.get("TORCH_NCCL_NAN_CHECK", "").strip().lower() in ("1", "y", "yes", "t", "true")
+    return os.environ.get("TORCH_NCCL_NAN_CHECK", "").strip().lower() in ("1", "y", "yes", "t", "true")
 
 
 def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]) -> dict[int, dict[int, GradReduction]]:
