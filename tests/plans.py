@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from dp_compile.engine import plan_sync
 from dp_compile.plan.planner import Planned, plan_optimal
 from dp_compile.replication import planning
 
 
 @contextlib.contextmanager
 def _planner(plan: Callable[..., Planned]) -> Iterator[None]:
-    with mock.patch.object(planning, "plan_optimal", plan):
+    with mock.patch.object(planning, "plan_optimal", plan), mock.patch.object(plan_sync, "plan_optimal", plan):
         yield
 
 
