@@ -15,10 +15,10 @@ from dp_compile.fx.edit import provenance_of, reorder, stable_order
 from dp_compile.fx.text import is_op, type_text
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import REDUCE_GRAD, emit
+from dp_compile.passes.reduction import REDUCE_GRAD, EagerOps, emit, finished, reduce_bucket, view_of
 from dp_compile.passes.result import PassRecord, PassResult
 from dp_compile.plan.backends import NCCL, Backend
-from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets, plan_single
 from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
 
@@ -94,19 +94,19 @@ def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule
 
 
 class Unreduced(fx.Interpreter):
-    """Runs a graph whose reductions no pass has replaced, as on the fake group: an all-reduce returns its input."""
+    """Runs a graph whose reductions no pass has replaced: each is a bucket for itself."""
 
     def __init__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
         super().__init__(fx.GraphModule({}, graph))
-        self.reductions = {
-            (number, each.index): each.key.reduction for number, of in enumerate(plans) for each in of.gradients
-        }
+        self.gradients = {(number, each.index): each for number, plan in enumerate(plans) for each in plan.gradients}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is not REDUCE_GRAD:
             return super().call_function(target, args, kwargs)
         grad, index, replica = args[:3]
-        return torch.empty_like(grad).copy_(grad * self.reductions[replica, index].scale)
+        (bucket,) = plan_single([self.gradients[replica, index]]).buckets
+        (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
+        return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced, 0))
 
 
 def executed(module: fx.GraphModule, plans: Sequence[BucketPlan], *inputs: torch.Tensor) -> Any:

@@ -66,7 +66,7 @@ class World(Unreduced):
             return super().call_function(target, args, kwargs).copy_(self.pending.pop(id(args[0]))[1])
         result = super().call_function(target, args, kwargs)
         if target is REDUCE_GRAD:
-            (stage,) = self.reductions[args[2], args[1]].stages
+            (stage,) = self.gradients[args[2], args[1]].key.reduction.stages
             result.mul_(self.primes[stage.group, stage.reduce_op])
         elif getattr(target, "namespace", "") == "_c10d_functional":
             for each in result if isinstance(result, list) else [result]:
