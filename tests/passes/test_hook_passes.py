@@ -13,7 +13,7 @@ from torch import fx
 
 from dp_compile.comm_hooks.functional import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from dp_compile.fx.collectives import ALL_REDUCE
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import BucketPlan
@@ -39,20 +39,7 @@ class Twice(FunctionalHook):
         return reduced, [{"error": state["error"] + sums[0]} for state in bucket.state]
 
 
-@dataclass(frozen=True)
-class Shared(FunctionalHook):
-    """Each rank adds up a part. Without memory."""
-
-    rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
-
-    def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        mine = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])).view(2, 5).sum(0)
-        parts = (yield mine).split([4, 6])
-        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
-
-
 KEY, HOOK = register(Twice())
-SHARED_KEY, SHARED = register(Shared())
 
 
 def plan(key: str = KEY, hook: FunctionalHook = HOOK) -> BucketPlan:
@@ -116,33 +103,6 @@ WRONG: Mapping[str, Callable[[fx.Graph], None]] = {
 def test_what_is_changed_is_found(what: str) -> None:
     with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
         run_passes(traced(), plan(), passes=(*DEFAULT_PASSES, Changed(WRONG[what])))
-
-
-def traced_without_state() -> fx.GraphModule:
-    return trace(backward, *(grad.values() for grad in GRADS))
-
-
-def launch_of(target: Any) -> Callable[[fx.Graph], fx.Node]:
-    return lambda graph: graph.find_nodes(op="call_function", target=target)[0]
-
-
-def gathered_at_once(graph: fx.Graph) -> None:
-    """Each rank's own first half, put together, in the place of the parts that are meant for this rank."""
-    launch = launch_of(ALL_TO_ALL)(graph)
-    (wait,) = launch.users
-    with graph.inserting_before(launch):
-        half = graph.call_function(aten.slice.Tensor, (launch.args[0], 0, 0, 5))
-        half.meta["val"] = launch.meta["val"][:5]
-        gather = graph.call_function(ALL_GATHER, (half, 2, "0"))
-        gather.meta["val"] = launch.meta["val"].clone()
-    wait.update_arg(0, gather)
-
-
-def test_what_is_changed_of_an_exchange_is_found() -> None:
-    with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
-        run_passes(
-            traced_without_state(), plan(SHARED_KEY, SHARED), passes=(*DEFAULT_PASSES, Changed(gathered_at_once))
-        )
 
 
 def test_gradients_that_a_compiler_moves_between_steps() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -299,43 +299,28 @@ def test_a_bucket_is_right_whatever_its_members_are(
         }
 
 
-# --- a defect of torch ------------------------------------------------------------------------------------------------
+# --- what Inductor does not do where buckets are made -----------------------------------------------------------------
 
 
 class Probe(Pipeline):
-    """Notes a setting while Inductor compiles."""
+    """Notes settings while Inductor compiles."""
 
-    def __init__(self, read: Callable[[], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__((), (), lambda records: None)
-        self.read, self.seen = read, list[bool]()
+        self.seen: list[bool] = []
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.seen.append(self.read())
+        moves = getattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap", False)  # torch 2.14
+        self.seen += [inductor_config.triton.mix_order_reduction, moves]
 
 
-@pytest.fixture
-def mix_order_reductions_allowed() -> Iterator[None]:
+def test_settings_that_inductor_has_off_where_buckets_are_made() -> None:
+    """Reductions of mixed order forget the part of a concatenation that a sum is written to on GPUs (pytorch#193061).
+
+    From 2.14 Inductor moves launches and waits by itself (pytorch#184240). The process keeps its settings.
+    """
+    probe = Probe()
     with inductor_config.patch({"triton.mix_order_reduction": True, "fx_graph_cache": False}):
-        yield
-
-
-@pytest.mark.usefixtures("mix_order_reductions_allowed")
-def test_reductions_of_mixed_order_are_off_where_buckets_are_made() -> None:
-    """pytorch#193061: on GPUs they forget the part of a concatenation that a sum should be written to."""
-    probe = Probe(lambda: inductor_config.triton.mix_order_reduction)
-    inductor.compile_with_inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)
-    assert probe.seen == [False]
-    assert inductor_config.triton.mix_order_reduction
-
-
-@pytest.mark.skipif(
-    not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"),
-    reason="Inductor moves no collectives of its own accord before torch 2.14 (pytorch#184240)",
-)
-def test_inductor_moves_no_launches_or_waits_where_buckets_are_made() -> None:
-    """It does everywhere else: the setting of the process stays what it is."""
-    probe = Probe(lambda: inductor_config.aten_distributed_optimizations.enable_simple_overlap)
-    with inductor_config.patch(fx_graph_cache=False):
         inductor.compile_with_inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)
-    assert probe.seen == [False]
-    assert inductor_config.aten_distributed_optimizations.enable_simple_overlap
+        assert inductor_config.triton.mix_order_reduction
+    assert probe.seen == [False, False]
