@@ -73,8 +73,7 @@ def in_backward(
     replica = replica_of(model)
     check_supported(replica, (OPTIMIZER,))
     refuse_dtensors(model, "in_backward()")
-    _check(optimizer, max_norm, scaler)
-    _check_ways(overlap_forward, shard, "max_norm" if max_norm is not None else "scaler" if scaler is not None else "")
+    _check(optimizer, max_norm, scaler, overlap_forward, shard)
     if (before := _known.get(optimizer)) is not None:
         if _is_installed(before):
             raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
@@ -137,7 +136,7 @@ def _check_only(replica: Replica, mine: Sequence[int]) -> None:
             )
 
 
-def _check(optimizer: Any, max_norm: Any, scaler: Any) -> None:
+def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, shard: object) -> None:
     kind = type(optimizer)
     check_kind(optimizer)
     if not f"{kind.__module__}.".startswith("torch.optim."):
@@ -150,12 +149,10 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any) -> None:
     require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
     if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
-
-
-def _check_ways(overlap_forward: object, shard: object, looks_at_all: str) -> None:
     for name, value in (("shard", shard), ("overlap_forward", overlap_forward)):
         require(isinstance(value, bool), name, "True or False", value)
-    if overlap_forward and looks_at_all and not shard:
+    if overlap_forward and not shard and (max_norm is not None or scaler is not None):
+        looks_at_all = "max_norm" if max_norm is not None else "scaler"
         raise ConfigError(
             f"overlap_forward=True together with {looks_at_all}: that looks at all gradients before the first update, "
             "so no update can be left for the next forward. Leave one of them out, or add shard=True: updated "

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Final, NoReturn
 
 import torch
@@ -523,30 +523,16 @@ class Shard(Part):
     # --- what all ranks get
 
     def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> None:
-        """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward."""
+        """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward.
+
+        Buckets are updated and launched one by one, so that the first all-gather is in flight at once.
+        """
         if self.ranks == 1:
             self._step(gradients)
             return
-        flights: deque[Gather] = deque()
-        for each in self._gathers(replica, gradients, held):
-            if self.deferred is not None:
-                self.deferred.enqueue(each)
-                continue
-            flights.append(each)
-            if len(flights) > _MAX_GATHERS:
-                with held:
-                    flights.popleft().finish()
-        for each in flights:
-            with held:
-                each.finish()
-        held.release()
-
-    def _gathers(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> Iterator[Gather]:
-        """Each rank's part of each bucket; updated and launched one by one, so that the first is in flight at once.
-
-        What is ready last in a backward is taken to be read first in the next forward, as in `plan/crossing.py`.
-        """
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
+        flights: deque[Gather] = deque()
+        # What is ready last in a backward is taken to be read first in the next forward, as in `plan/crossing.py`.
         for number in sorted(self._in_buckets, reverse=self.deferred is not None):
             bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
             with held:
@@ -554,14 +540,27 @@ class Shard(Part):
                     self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
             with listeners_of(replica).during(GATHER):
-                values = self._memory(number, numel, like)
+                values, work = self._memory(number, numel, like), None
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
-                work = held.launched(partial(launch_gather, stage, values))
-            yield Gather(
+                with held:
+                    work = launch_gather(stage, values)
+                work = work or launch_gather(stage, values)  # the others wait for it
+            gather = Gather(
                 deferred=self.deferred, replica=replica, told=listeners_of(replica), buckets=(number,), others=others,
                 indices=tuple(member.gradient.index for member in bucket.members), values=values, work=work,
             )  # fmt: skip
+            if self.deferred is not None:
+                self.deferred.enqueue(gather)
+                continue
+            flights.append(gather)
+            if len(flights) > _MAX_GATHERS:
+                with held:
+                    flights.popleft().finish()
+        for gather in flights:
+            with held:
+                gather.finish()
+        held.release()
 
     def _memory(self, bucket: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         """What a bucket of parameters is gathered in: where its gradients were. What is in gaps is not defined, unless
@@ -587,15 +586,6 @@ class _Held:
             return False
         self.error = self.error or error
         return True
-
-    def launched(self, launch: Callable[[], dist.Work | None]) -> dist.Work:
-        """What is launched, the second time if the first one raised."""
-        work: dist.Work | None = None
-        with self:
-            work = launch()
-        work = work or launch()
-        assert work is not None
-        return work
 
     def release(self) -> None:
         if self.error is not None:

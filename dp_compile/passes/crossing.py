@@ -94,7 +94,7 @@ def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
             for node in each.graph.find_nodes(op="call_function", target=START):
                 of_part.add(bool(node.args[1]))
                 each.graph.erase_node(node)
-            each.recompile()
+                each.recompile()
     return False in of_part, True in of_part
 
 
