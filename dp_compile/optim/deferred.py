@@ -72,7 +72,7 @@ class Deferred:
         setup = self._setup
         pending = PendingUpdate(
             deferred=self, replica=setup.replica, indices=tuple(indices), buckets=tuple(each[0] for each in buckets),
-            told=listeners_of(setup.replica), setup=setup, optimizer=setup.optimizer, options=self._options,
+            listeners=listeners_of(setup.replica), setup=setup, optimizer=setup.optimizer, options=self._options,
             launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
         )  # fmt: skip
         if setup.replica.rehearses:
@@ -144,7 +144,7 @@ class Deferred:
 class Pending(ABC):
     """Work on some parameters that is in flight. Keeps them alive as long as that is so.
 
-    `indices`: of the parameters. `buckets`: by their numbers in the plan. `told`: listeners of the backward.
+    `indices`: of the parameters. `buckets`: by their numbers in the plan. `listeners` of the backward.
     `addresses` of its parameters, and `versions`: where each lay and how often it had been written to, at `register`.
     """
 
@@ -152,7 +152,7 @@ class Pending(ABC):
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
-    told: Listeners = NO_LISTENERS
+    listeners: Listeners = NO_LISTENERS
     addresses: tuple[int, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
     is_over: bool = False
@@ -281,7 +281,7 @@ class PendingUpdate(Pending):
         parameters, gradients = self.parameters, self._reduced()
         kept = [parameter.grad for parameter in parameters]
         with (
-            self.told.during(UPDATE),
+            self.listeners.during(UPDATE),
             self.setup.steps.only(self.optimizer, parameters, options=self.options),
         ):
             for index, parameter in zip(self.indices, parameters, strict=True):
@@ -294,7 +294,7 @@ class PendingUpdate(Pending):
         """The gradients by index in the module, once they are here."""
         gradients: dict[int, torch.Tensor] = {}
         for number, bucket, launched in self.launched:
-            with self.told.during(WAIT, number):
+            with self.listeners.during(WAIT, number):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
             _, post_scale = ops.factors(bucket.key.reduction)

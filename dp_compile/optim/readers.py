@@ -1,4 +1,4 @@
-"""Whatever reads parameters waits for what is in flight of them, by one call: `arrive()`.
+"""Readers of parameters wait for what is in flight of them, by one call: `arrive()`.
 
 Where it is called while an optimizer defers updates of a module:
 
@@ -46,7 +46,7 @@ def synchronize(model: nn.Module) -> None:
 
 
 def let_readers_wait(model: nn.Module, arrive: Callable[[], None]) -> None:
-    """Let whatever reads parameters of a replicated module wait for them. The module's class becomes another one.
+    """Let readers of parameters of a replicated module wait for them. The module's class becomes another one.
 
     When the module goes, `arrive` is called: nothing waits for it any more.
 

@@ -96,7 +96,7 @@ class Gather(Pending):
         self.work.wait()
 
     def finish(self) -> None:
-        with self.told.during(GATHER):
+        with self.listeners.during(GATHER):
             self.work.wait()
             for piece in self.others:
                 part = self.values[piece.offset : piece.offset + piece.numel]
@@ -547,8 +547,8 @@ class Shard(Part):
                     work = launch_gather(stage, values)
                 work = work or launch_gather(stage, values)  # the others wait for it
             gather = Gather(
-                deferred=self.deferred, replica=replica, told=listeners_of(replica), buckets=(number,), others=others,
-                indices=tuple(member.gradient.index for member in bucket.members), values=values, work=work,
+                deferred=self.deferred, replica=replica, listeners=listeners_of(replica), buckets=(number,),
+                indices=tuple(each.gradient.index for each in bucket.members), others=others, values=values, work=work,
             )  # fmt: skip
             if self.deferred is not None:
                 self.deferred.enqueue(gather)

@@ -172,7 +172,7 @@ class ArriveBeforeUse:
     def __call__(self, graph: fx.Graph) -> None:
         inputs = graph.find_nodes(op="placeholder")
         if any(node.name.startswith("tangents") for node in inputs):
-            return  # A backward. Whatever it reads the forward has read.
+            return  # A backward: the forward has read what it reads.
         nodes = list(graph.nodes)
         position = {node: number for number, node in enumerate(nodes)}
         if len(inputs) == self.inputs:
