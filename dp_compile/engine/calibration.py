@@ -145,7 +145,7 @@ def _seconds(nbytes: int, stages: Sequence[Stage], group: dist.ProcessGroup, dev
 
 
 class LaunchesForPlan(Observer):
-    """Notes launches of a module's captured backwards for as long as its plan is to be made anew from them."""
+    """Notes launches of a module's captured backwards as long as its plan is to be made again from them."""
 
     def __init__(self, of: weakref.ref[Replica]) -> None:
         self._of = of

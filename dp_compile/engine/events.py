@@ -46,7 +46,7 @@ class Backward(NamedTuple):
     """A synchronised backward that begins.
 
     `replicas`: the modules that are reduced in it, in launch order. `captured`: it runs as compiled code, not by hooks.
-    `untold`: why nothing will be told of its launches and waits; empty if it will.
+    `untold`: why its launches and waits are not reported; empty if they are.
     """
 
     replicas: tuple[Replica, ...]
@@ -77,7 +77,7 @@ class BackwardListener:
         return contextlib.nullcontext()
 
     def void(self, why: str) -> None:
-        """What was told of this backward means nothing: code was compiled in it, say."""
+        """What was reported of this backward means nothing: code was compiled in it, say."""
 
 
 class Observer:
@@ -94,7 +94,7 @@ class Observer:
 
 
 class Listeners(NamedTuple):
-    """Those who listen to one backward; of one of its modules, if that is said."""
+    """Of one backward, for one of its modules."""
 
     listeners: tuple[BackwardListener, ...] = ()
     module: int = 0
@@ -164,7 +164,7 @@ class Compilation:
 
     `replicas`: the modules that are reduced in it, in launch order. `plans`: one for each module in it, also of those
     without synchronisation. `inputs`: the parameter that each input is, `None` for others. `dump_dir`: where the user
-    wants to see what becomes of it. `behind`: the names of passes that run behind `passes`, for optimizers.
+    wants to see what becomes of it. `behind`: the names of passes that run after `passes`, for optimizers.
     """
 
     replicas: tuple[Replica, ...]
@@ -210,11 +210,11 @@ def tell_compiled(replicas: Sequence[Replica]) -> None:
 
 
 class BucketEvents(autograd.TorchDispatchMode):
-    """Recognises the collectives of buckets among the ops that compiled code calls, and tells those who listen.
+    """Recognises the collectives of buckets among the ops that compiled code calls, and reports them to its listeners.
 
     Pushed only around code that is compiled already: nothing is compiled again for it. Launches run in the order of
     the plans. One that does not have the sizes of the one that is next is not of a bucket. Of a bucket with several
-    stages the first launch is told, and each wait.
+    stages the first launch is reported, and each wait.
     """
 
     # Code with activation checkpointing calls such: what draws random numbers once more.

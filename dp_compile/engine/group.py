@@ -103,7 +103,7 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
 
 
 def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
-    """A group with the facts that hold for tensors on one type of device: each type can have a backend of its own."""
+    """A group with the facts that hold for tensors on one type of device: each type can have another backend."""
     backend = distributed.backend_of(process_group, device_type)
     world_size = dist.get_world_size(process_group)
     return Group(process_group, distributed.group_name(process_group), backend, world_size, Averaging())

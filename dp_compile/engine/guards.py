@@ -364,7 +364,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Integers are added up, so the order of additions does not matter. Sums of rows and of columns count with factors of
     their own: values that changed places change the number. `torch.hash_tensor` cannot do that: it is an exclusive or
-    of all elements, 0 for an even number of equal ones, whatever they are, and the same in any order (torch 2.15).
+    of all elements, 0 for an even number of equal ones of any value, and the same in any order (torch 2.15).
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -454,11 +454,11 @@ def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
     """Ranks that hold other parts of DTensors have other sums, and are asked: else some would go on alone."""
     checks = [grad.isfinite().all() for grad in grads]
     finite = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=replica.device)
-    beside = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))
-    if not beside:
+    sharding = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))
+    if not sharding:
         return bool(finite)
     said = finite.int()
-    for group in beside:
+    for group in sharding:
         dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
     return bool(said)
 

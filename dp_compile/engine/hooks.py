@@ -1,7 +1,7 @@
 """One hook per parameter, and what the hooks do when nothing is captured.
 
 A hook means: the gradient of this parameter is complete, reduce it once. In a captured backward `engine/graph.py` puts
-that reduction into the graph, behind all hooks of the parameter. Everywhere else the hook reports to a
+that reduction into the graph, after all hooks of the parameter. Everywhere else the hook reports to a
 `ReductionRound`, which runs the plan's buckets in the plan's order: the collectives are the same ones, so a rank that
 could not capture one backward still works together with ranks that could.
 """
@@ -56,7 +56,7 @@ class GradHook:
         replica = self._replica()
         if replica is None:
             raise ReductionError(
-                f"{self.name} got a gradient that nobody reduces: every module that held the parameter is gone, and "
+                f"{self.name} got a gradient that is not reduced: every module that held the parameter is gone, and "
                 "its replication with them. Keep the module that was given to replicate(), or a part of it."
             )
         if torch.compiler.is_dynamo_compiling():
@@ -66,7 +66,7 @@ class GradHook:
             )
         arrivals = replica.arrivals_in
         if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
-            # C++ entered the engine. What changed before the backward cannot be told from what changed in it.
+            # C++ entered the engine. What changed before and what changed in the backward look the same.
             arrivals = _open_round(replica)
             replica.local.forget_start()
         arrivals.arrive(self.index)
@@ -74,7 +74,7 @@ class GradHook:
 
 @dataclass(frozen=True, slots=True)
 class LocalArrivals:
-    """A backward without synchronisation: what was used is told in the next one with it."""
+    """A backward without synchronisation: what was used is reported in the next one with it."""
 
     replica: Replica
 
@@ -150,7 +150,7 @@ class ReductionRound:
     """Members of the next bucket, the first one last; those that have arrived go. `None`: all buckets are launched."""
     flights: list[_Flight] = field(default_factory=list)
     memory: Callable[..., torch.Tensor] | None = field(init=False)
-    """Where that of buckets comes from. It is given back with the round, but for what became somebody's gradient."""
+    """Where that of buckets comes from. It is given back with the round, but for what became a gradient."""
     new: frozenset[int] = frozenset()
     """Parameters that had no gradient before: theirs get the memory of their bucket. All others keep their own."""
     due: deque[tuple[int, int]] | None = None
@@ -158,7 +158,7 @@ class ReductionRound:
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
     told: events.Listeners = events.NO_LISTENERS
-    """Who is told of launches and waits."""
+    """Of its launches and waits."""
 
     def __post_init__(self) -> None:
         self._await_next()
@@ -232,7 +232,7 @@ class ReductionRound:
             self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
         finally:
-            if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
+            if self.graph_task is not None:  # else the caller, which sees the end, does this
                 replica.count_synced()
                 replica.arrivals_in = None
 
@@ -444,7 +444,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
 
 
 def launches_so_far(replica: Replica) -> int:
-    """Collectives launched in its groups, of whatever. Only differences mean something."""
+    """Collectives of any kind launched in its groups. Only differences mean something."""
     return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.plan_groups)
 
 

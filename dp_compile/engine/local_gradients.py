@@ -39,7 +39,7 @@ class LocalGradients:
     missed: str = ""
     """The error with which this rank raised after the other ranks had the gradients: it leaves out their step."""
     _at_start: tuple[int, ...] = ()
-    """How often the parameters had been changed when the synchronised backward began; nothing if nobody looked."""
+    """How often the parameters had been changed when the synchronised backward began; empty if that is not checked."""
 
     def backward_ended(self) -> None:
         """A backward without synchronisation has ended."""
@@ -59,11 +59,11 @@ class LocalGradients:
         self._at_start = self._versions_now() if self.checks else ()
 
     def forget_start(self) -> None:
-        """What changed before the backward cannot be told from what changed in it."""
+        """What changed before the backward and what changed in it look the same from now on."""
         self._at_start = ()
 
     def note_steps(self) -> None:
-        """Nobody may have changed parameters since the backward began, as an optimizer in a hook does."""
+        """Parameters must not have changed since the backward began, as an optimizer in a hook changes them."""
         if self._at_start:
             now = self._versions_now()
             if now != self._at_start:  # seldom, and quick to see
@@ -72,7 +72,7 @@ class LocalGradients:
             self._at_start = ()
 
     def made_equal(self, indices: Collection[int]) -> None:
-        """These parameters were averaged over all ranks: whatever each rank did to them, they are equal again."""
+        """These parameters were averaged over all ranks: they are equal again."""
         self.stepped.difference_update(indices)
         self.versions |= {
             index: autograd.version_of(self.parameters[index]) for index in indices if index in self.versions

@@ -176,7 +176,7 @@ def _complaints(said: Mapping[int, Statement]) -> list[str]:
 
 
 def exchange(table: Table | None, topic: str, value: Any) -> list[Any]:
-    """What each rank says on `topic`, by rank, on every rank: for what is said rarely, as every rank reads all.
+    """What each rank says on `topic`, by rank, on every rank: for rare use, as every rank reads all.
 
     Args:
         table: where to meet; `None`: there are no other ranks.
@@ -286,7 +286,7 @@ def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
 
 
 def telling_the_others(replica: Replica | None, call: str) -> contextlib.AbstractContextManager[None]:
-    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `agree_in_call`.
+    """An error of any kind inside reaches the other ranks too, which wait for this one in `agree_in_call`.
 
     Without a replica no rank waits.
     """
@@ -342,7 +342,7 @@ class Meeting:
         return topic
 
     def telling_the_others(self) -> contextlib.AbstractContextManager[None]:
-        """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `compare`."""
+        """An error of any kind inside reaches the other ranks too, which wait for this one in `compare`."""
         return _telling_in(self.compare)
 
 

@@ -42,7 +42,7 @@ class OptimizerRecord:
         updates: how many updates were left for the next forward; `SHARDED`: how many all-gathers.
         left: the numbers of their buckets.
         left_nbytes: of what was on its way in them.
-        stayed: they were in flight behind `step()` too; `None`: that has not been called yet.
+        stayed: they were in flight after `step()` too; `None`: that has not been called yet.
         ranks: over how many ranks its state is cut; 1: each rank has all of it.
         elements: how many elements it updates, on all ranks.
         own_elements: how many of these this rank updates.

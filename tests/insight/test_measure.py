@@ -61,6 +61,7 @@ class TestWhichBucket:
         again, state, ops = torch.ops.higher_order.run_with_rng_state, torch.get_rng_state(), torch.ops._c10d_functional
         with BucketEvents([BucketPlan((bucket,))], [Listeners((notes,))]):
             ops.wait_tensor(ops.all_reduce(torch.ones(7), "sum", distributed.group_name(group)))  # of others
+            assert not notes.heard
             drawn = again(state, torch.ops.aten.rand_like.default, torch.ones(4))
             ops.wait_tensor(ops.all_reduce(drawn, "sum", distributed.group_name(group)))
         torch.set_rng_state(state)
