@@ -26,14 +26,6 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """Averages parameters in every `period`-th call of `average_parameters`, from call number `warmup_steps` on.
 
     As torch's, but for what `docs/averaging.md` lists: every parameter is averaged, in place, by dtype.
-
-    Args:
-        period: calls from one averaging to the next, >= 1.
-        warmup_steps: calls before the first one, >= 0.
-        process_group: of all ranks that average with each other; `None`: the default group.
-
-    Raises:
-        ValueError: `period` or `warmup_steps` is not allowed.
     """
 
     @cached_property
@@ -64,16 +56,11 @@ class HierarchicalModelAverager(hierarchical.HierarchicalModelAverager):
     """Averages in small groups often, in larger ones rarely: hierarchical SGD, arXiv 2010.12998.
 
     At a step that several periods divide, only the group of the largest averages. As in torch, periods count from step
-    0, not from the end of the warm-up.
+    0, not from the end of the warm-up. Every rank of the default group makes the averager.
 
     Args:
-        period_group_size_dict: from periods to sizes of groups, both growing; the last size is that of
-            `process_group`. Groups are consecutive ranks. Every rank of the default group makes the averager.
-        warmup_steps: calls before the first averaging, >= 0.
-        process_group: of all ranks; `None`: the default group.
-
-    Raises:
-        ValueError: one of them is not allowed.
+        period_group_size_dict: from periods to sizes of groups of consecutive ranks, both growing; the last size is
+            that of `process_group`.
     """
 
     def __init__(

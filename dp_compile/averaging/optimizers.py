@@ -28,9 +28,7 @@ class PostLocalSGDOptimizer(TorchOptimizer):
     As torch's, and what torch's lacks: `step` takes a closure, and `param_groups` and `defaults` are those of the local
     optimizer at any time, also after `load_state_dict`, so that schedulers of the learning rate go on working.
 
-    Args:
-        optim: the local optimizer.
-        averager: one of this package, or torch's.
+    `averager`: one of this package, or torch's.
     """
 
     _step_supports_amp_scaling = True
@@ -54,28 +52,20 @@ class PostLocalSGDOptimizer(TorchOptimizer):
         """One step of the local optimizer, and one call of the averager.
 
         Under a `GradScaler`, the local step is left out where gradients are not finite; the averager is called.
-
-        Args:
-            closure: as for the local optimizer; what it returns is returned.
         """
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)  # set by `GradScaler.step`
+        # As `GradScaler.step` does for other optimizers; it sets these. No `grad_scale`: gradients are divided already.
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        loss = None
         if found_inf is None:
             loss = self.optim.step() if closure is None else self.optim.step(closure)
-        else:
-            loss = None
-            self._step_unscaled(found_inf, getattr(self, "grad_scale", None))
+        elif not bool(found_inf):
+            for parameter in parameters_in(self.param_groups) if scale is not None else ():
+                if parameter.grad is not None and scale is not None:
+                    parameter.grad.div_(scale.to(parameter.grad.device))
+            self.optim.step()
         self.averager.average_parameters(self.param_groups)
         return loss
-
-    def _step_unscaled(self, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """What `GradScaler.step` does for other optimizers. `scale`: `None` if gradients are divided already."""
-        if bool(found_inf):
-            return
-        if scale is not None:
-            for parameter in parameters_in(self.param_groups):
-                if parameter.grad is not None:
-                    parameter.grad.div_(scale.to(parameter.grad.device))
-        self.optim.step()
 
 
 class OuterOptimizer(PostLocalSGDOptimizer):
@@ -99,9 +89,6 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         nesterov: look ahead by one velocity.
         process_group: of all ranks; `None`: the default group.
         comm_hook: how changes travel; `None`: as they are, in the parameters' dtypes. Complex ones always do.
-
-    Raises:
-        ConfigError: one of them is not allowed.
     """
 
     def __init__(
@@ -176,7 +163,7 @@ class _OuterStep(averagers.ModelAverager):
         return Exchange(self.process_group, self._said, self._hook)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take those in that are new, behind the others: where they are now is where they start."""
+        """Add those that are new, after the others: where they are now is where they start."""
         added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
         if self._hook is not None:
             for place, each in enumerate(added, len(self.outer)):
@@ -210,32 +197,29 @@ class _OuterStep(averagers.ModelAverager):
         self.add(parameters)
         if state is None:
             return
-        for ours, name in ((self.outer, "parameters"), (self.velocities, "velocities")):
-            for tensor, value in zip(ours, state[name], strict=True):
-                tensor.copy_(value)
+        ours, theirs = [*self.outer, *self.velocities], [*state["parameters"], *state["velocities"]]
         # Saved without a hook: nothing was lost on the wire until then.
-        if "hook" in state:
-            for tensors, given in zip(self.remembered, state["hook"], strict=True):
-                for key, tensor in tensors.items():
-                    tensor.copy_(given[key])
+        for own, given in zip(self.remembered, state.get("hook", ()), strict=False):
+            ours += own.values()
+            theirs += [given[key] for key in own]
+        for tensor, value in zip(ours, theirs, strict=True):
+            tensor.copy_(value)
 
     @torch.no_grad()
     def average_parameters(self, params: Any) -> None:
-        parameters = [parameter.detach() for parameter in parameters_in(params)]
+        given = parameters_in(params)
+        parameters = [parameter.detach() for parameter in given]
         if not self._exchange.has_met:
             # What differs in the beginning would differ for ever: only changes are averaged.
             start = [int(each) for each in fingerprints(self.outer)]
             self._exchange.meet(parameters, self.step, outer_parameters=start)
         if (self.step + 1) % self.every == 0:
-            self._step(parameters)
-            note_equal(parameters_in(params), self.process_group)
+            deltas = [outer - parameter for outer, parameter in zip(self.outer, parameters, strict=True)]
+            self._exchange.average(deltas, self.step, self.process_group, self.remembered)
+            for place, (outer, parameter, delta) in enumerate(zip(self.outer, parameters, deltas, strict=True)):
+                if self.momentum:
+                    velocity = self.velocities[place].mul_(self.momentum).add_(delta)
+                    delta = delta.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+                parameter.copy_(outer.add_(delta, alpha=-self.outer_lr))
+            note_equal(given, self.process_group)
         self.step += 1
-
-    def _step(self, parameters: list[torch.Tensor]) -> None:
-        deltas = [outer - parameter for outer, parameter in zip(self.outer, parameters, strict=True)]
-        self._exchange.average(deltas, self.step, self.process_group, self.remembered)
-        for place, (outer, parameter, delta) in enumerate(zip(self.outer, parameters, deltas, strict=True)):
-            if self.momentum:
-                velocity = self.velocities[place].mul_(self.momentum).add_(delta)
-                delta = delta.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
-            parameter.copy_(outer.add_(delta, alpha=-self.outer_lr))

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -98,7 +98,7 @@ class Mixer:
                 _bucket([replica.parameters[member.gradient.index] for member in bucket.members], as_views=as_views)
                 for bucket in replica.plan.buckets
             ]
-        self._parameters = replica.parameters
+        self._names, self._parameters = replica.names, replica.parameters
         self._addresses = [each.data_ptr() for each in replica.parameters]
         self._versions: list[int] = []
         """How often each parameter had been written to when it was sent."""
@@ -128,10 +128,10 @@ class Mixer:
         """
         if self._in_flight is None:
             return
-        for index, parameter in enumerate(self._parameters):
-            if parameter.data_ptr() != self._addresses[index]:
+        for name, parameter, address in zip(self._names, self._parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
                 raise ReductionError(
-                    f"parameter {self._name([index])} lies in other memory than when decentralize() was called, which "
+                    f"parameter {name} lies in other memory than when decentralize() was called, which "
                     "is not mixed. Copy values into it (parameter.data.copy_()) in place of a new tensor."
                 )
         edge, _ = self._in_flight
@@ -153,9 +153,8 @@ class Mixer:
         replica, now = self._replica(), self._versions_now()
         if replica is None or not replica.config.check_reductions or now == self._versions:
             return
-        versions = zip(self._versions, now, strict=True)
-        changed = [index for index, (then, new) in enumerate(versions) if then != new]
-        changed = [index for index in changed if index not in replica.local.exempt]
+        pairs = zip(self._versions, now, strict=True)
+        changed = [i for i, (then, new) in enumerate(pairs) if then != new and i not in replica.local.exempt]
         if changed:
             warn_once(
                 logger,
@@ -170,10 +169,6 @@ class Mixer:
 
     def _versions_now(self) -> list[int]:
         return [autograd.version_of(each) for each in self._parameters]
-
-    def _name(self, indices: Sequence[int]) -> str:
-        replica = self._replica()
-        return "" if replica is None else replica.name_list(indices)
 
     def send(self) -> None:
         """Start what the next step mixes with. The ranks of an edge send their buckets in the same order."""

@@ -118,7 +118,6 @@ def decentralize(
             "buckets": replica.plan.signature(),
         }, CALL)  # fmt: skip
         updates = MixingUpdates(
-            replica,
             made,
             Mixer(replica, chosen, as_views=param_as_bucket_view),
             max_norm=grad_clip_norm,
@@ -225,27 +224,24 @@ def _decentralized_class(kind: type[nn.Module]) -> type[nn.Module]:
     return _classes[kind]
 
 
-def _mixer_of(module: nn.Module) -> Mixer | None:
-    """`None` of a copy: it has these hooks, and is a plain module."""
-    return mixing_of(module).mixer if isinstance(module, DecentralizedModule) else None
+# Hooks of the module. A copy of it has them too, and is a plain module.
 
 
 def _warn_of_own_parameters(module: nn.Module, *_: Any) -> None:
-    mixer = _mixer_of(module)
+    mixer = mixing_of(module).mixer if isinstance(module, DecentralizedModule) else None
     if mixer is None or mixer.all_equal or mixer.kept or mixer.topology.world_size == 1 or mixer.has_warned:
         return
     mixer.has_warned = True
     warnings.warn(
         "the state_dict of a decentralized module has the parameters of this rank, other ranks have others. For the "
-        "model that was trained take it inside `with model.global_average():`, which every rank enters. This is said "
-        "once.",
+        "model that was trained take it inside `with model.global_average():`, which every rank enters. This warning "
+        "is given once.",
         stacklevel=3,
     )
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:
-    mixer = _mixer_of(module)
-    if mixer is not None and mixer.kept:
+    if isinstance(module, DecentralizedModule) and mixing_of(module).mixer.kept:
         raise ReductionError(
             "load_state_dict() while parameters are the average of all ranks, which will be taken back: what is loaded "
             "would be lost. Load outside of global_average(), or call revert_global_avg() before."
@@ -253,9 +249,8 @@ def _refuse_to_load(module: nn.Module, *_: Any) -> None:
 
 
 def _forget_what_was_sent(module: nn.Module, *_: Any) -> None:
-    mixer = _mixer_of(module)
-    if mixer is not None:
-        mixer.forget()  # else the next step mixes what was loaded away
+    if isinstance(module, DecentralizedModule):
+        mixing_of(module).mixer.forget()  # else the next step mixes what was loaded away
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------

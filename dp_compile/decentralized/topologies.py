@@ -6,8 +6,7 @@
         x_i  <-  own_factor * x_i + share * (sum of x_j over the edge, i too)
                  share = (1 - weight) / (k - 1),   own_factor = weight - share
 
-Four topologies have the patterns of decent-dp 0.2.3 (arXiv 2410.11998): `complete`, `ring`, `one-peer-exp`,
-`alternating-exp-ring`. Any other is a `Topology` of edges.
+Four have the patterns of decent-dp 0.2.3 (arXiv 2410.11998). Any other is a `Topology` of edges.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ EXACT_RANKS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Ranks that mix with each other in one step, in rising order, and the part of its own that each keeps.
-
-    Raises:
-        ConfigError: no ranks, a rank twice, a weight that is not between 0 and 1, or not 1 for a rank alone.
-    """
+    """Ranks that mix with each other in one step, in rising order, and the part of its own that each keeps."""
 
     ranks: tuple[int, ...]
     weight: float
@@ -52,12 +47,12 @@ class Edge:
 
     @property
     def share(self) -> float:
-        """With what the parameters of each rank go into the sum that the ranks exchange."""
+        """The factor of each rank's parameters in the sum that the ranks exchange."""
         return 0.0 if len(self.ranks) == 1 else (1 - self.weight) / (len(self.ranks) - 1)
 
     @property
     def own_factor(self) -> float:
-        """What a rank multiplies its own parameters by, beside what comes back of them in the sum."""
+        """What a rank multiplies its own parameters by, in addition to their share in the sum."""
         return self.weight - self.share
 
 
@@ -66,16 +61,9 @@ Steps = Sequence[Sequence[Edge]]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The edges of all steps of a period, which then starts again.
+    """All edges of each step of a period, which then starts again; each rank is in exactly one edge of a step.
 
-    Args:
-        name: for people, and for what ranks compare.
-        world_size: ranks, from 0.
-        steps: of each step all edges.
-        known_gap: the spectral gap over a period, where there is a formula.
-
-    Raises:
-        ConfigError: there is no step, or some rank is not in exactly one edge of a step.
+    `known_gap`: the spectral gap over a period, where there is a formula.
     """
 
     name: str
@@ -119,12 +107,8 @@ class Topology:
             matrix[edge.ranks, edge.ranks] = edge.own_factor + edge.share
         return matrix
 
-    def mixed(self, values: Array, step: int) -> Array:
-        """What ranks have after a step: `values` has a row for each, before the step."""
-        return np.tensordot(self.mixing_matrix(step), values, 1)
-
     def describe(self) -> str:
-        """For people, in a line: name, period, and how fast ranks come to agree."""
+        """In a line: name, period, and how fast ranks come to agree."""
         gap = self.spectral_gap()
         size = "not computed for so many ranks" if gap is None else f"{gap:.3g} a period"
         return f"topology {self.name}, period {count(self.period, 'step')}, spectral gap {size}"
@@ -139,11 +123,8 @@ class Topology:
             return self.known_gap
         matrix = np.eye(self.world_size)
         for step in range(self.period):
-            matrix = self.mixed(matrix, step)
+            matrix = self.mixing_matrix(step) @ matrix
         return min(1.0, max(0.0, 1 - float(np.linalg.norm(matrix - 1 / self.world_size, 2))))
-
-
-# --- by name --------------------------------------------------------------------------------------------------------
 
 
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
@@ -153,9 +134,6 @@ def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
         name: `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`.
         world_size: ranks, >= 1.
         local_world_size: ranks on each node, for `alternating-exp-ring`.
-
-    Raises:
-        ConfigError: no such name, or not for so many ranks.
     """
     require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
     if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
@@ -201,14 +179,13 @@ def _alternating_exp_ring(world_size: int, local_world_size: int) -> Steps:
 
 
 def _powers(name: str, what: str, number: int) -> list[int]:
-    """1, 2, 4, up to below a power of two."""
     if number < 2 or number & (number - 1):
         raise ConfigError(f"topology {name!r} needs {what} to be a power of two, 2 or more, got {number}.")
     return [1 << bit for bit in range(number.bit_length() - 1)]
 
 
 def _gap_of_ring(world_size: int) -> float:
-    """Both steps are projections; their ranges have the principal angles 2 pi k / n."""
+    # Both steps are projections; their ranges have the principal angles 2 pi k / n.
     return 1.0 if world_size <= 4 else 2 * math.sin(math.pi / world_size) ** 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
@@ -12,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_compile.decentralized.mixing import Mixer
 from dp_compile.decentralized.topologies import Edge
-from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ReductionError
 
@@ -23,8 +20,7 @@ class MixingUpdates:
     """What follows a backward of a module whose gradients are not reduced (`engine/updates.py`).
 
     Args:
-        replica: the module.
-        optimizer: over its parameters, of all or of some.
+        optimizer: over parameters of the module, of all or of some.
         mixer: of its parameters.
         max_norm: clip gradients; 0: no. `clip_by`: those of each `bucket` by themselves, or all together, `global`.
         scaler: unscales, leaves steps out, and is updated, all at the end of the backward.
@@ -37,7 +33,6 @@ class MixingUpdates:
 
     def __init__(
         self,
-        replica: Replica,
         optimizer: torch.optim.Optimizer,
         mixer: Mixer,
         *,
@@ -50,7 +45,6 @@ class MixingUpdates:
         self.optimizer, self.mixer, self.scheduler = optimizer, mixer, scheduler
         self.averages_buffers = averages_buffers
         self.handles: list[RemovableHandle] = []
-        self._replica = weakref.ref(replica)
         self._max_norm, self._clip_by = max_norm, clip_by
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale: tuple[torch.Tensor, dist.Work, Edge] | None = None

@@ -16,20 +16,13 @@ from dp_compile.replication.module import no_sync, unwrap, wrap
 
 
 class DecentralizedDataParallel(DecentralizedModule):
-    """Wraps a module as decent-dp's class of this name does, on `decentralize`.
+    """Wraps a module as decent-dp's class of this name does, on `decentralize`, whose options and errors it has.
 
     `state_dict` keys have the prefix `module.`. `docs/decentralized.md` says what is different on purpose.
 
     Args:
         model: the module to wrap, on its device already; also found as `.module`.
         optim_fn: makes the optimizer from a list of names and parameters; called once, with all of them.
-        lr_scheduler_fn, topology, scaler, grad_clip_norm, param_as_bucket_view, bucket_size_in_mb: see `decentralize`.
-        sync_buffer_in_global_avg: averages over all ranks are of buffers of floating point, too.
-        clip, config: see `decentralize`.
-        _local_world_size: ranks on each node.
-
-    Raises:
-        ConfigError, ModuleError, DesyncError: as `decentralize`.
     """
 
     def __init__(

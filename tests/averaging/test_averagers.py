@@ -95,20 +95,14 @@ def test_in_place_and_each_in_its_own_dtype() -> None:
     assert torch.equal(tensors[7], torch.arange(12.0).view(3, 4).t() / 2)
 
 
-def without_gradients() -> list[list[float]]:
-    """`torch` averages what has a gradient: here one of two; ours both."""
-    found = []
-    for kind in (averaging.PeriodicModelAverager, theirs.PeriodicModelAverager):
+@on_ranks("ranks2")
+def test_parameters_without_a_gradient_are_averaged_too() -> None:
+    """A deviation: torch averages what has a gradient, after `zero_grad()` nothing, and does not say so."""
+    for kind, second in ((averaging.PeriodicModelAverager, 0.5), (theirs.PeriodicModelAverager, dist.get_rank())):
         parameters = [nn.Parameter(torch.tensor([float(dist.get_rank())])) for _ in range(2)]
         parameters[0].grad = torch.ones(1)
         kind(2).average_parameters(parameters)
-        found.append([parameter.item() for parameter in parameters])
-    return found
-
-
-def test_parameters_without_a_gradient_are_averaged_too(ranks2: Ranks) -> None:
-    """A deviation: after `zero_grad()` torch's averagers average nothing, and do not say so."""
-    assert ranks2.run(without_gradients) == [[[0.5, 0.5], [0.5, 0.0]], [[0.5, 0.5], [0.5, 1.0]]]
+        assert [parameter.item() for parameter in parameters] == [0.5, second]
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -133,46 +127,33 @@ def test_what_is_refused() -> None:
 # --- ranks that differ ----------------------------------------------------------------------------------------------
 
 
-def differently(fault: str) -> list[str]:
-    """What is said in each of three calls; the fault is on rank 1."""
-    there, errors = dist.get_rank() == 1, []
+FAULTS: dict[str, tuple[int, str]] = {
+    "period": (0, "period is 3 there, 2 on rank 0"),
+    "step": (2, "step is 4 there, 2 on rank 0"),
+    "order": (2, 'parameters[1] is "float32 (2, 2) strides (1, 2)" there, "float32 (2, 2)" on rank 0'),
+    "dtype": (2, 'parameters[0] is "float64 (4,)" there'),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks("ranks2")
+def test_ranks_that_differ_are_named_at_once(fault: str) -> None:
+    """On both ranks; also what rank 1 alone changes after the first call, where only it knows."""
+    there, (wrong_call, said) = dist.get_rank() == 1, FAULTS[fault]
     parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))]
     averager = averaging.PeriodicModelAverager(3 if there and fault == "period" else 2)
-    for call in range(3):
-        if there and call == 2:
-            averager.step = 4 if fault == "step" else averager.step
-            parameters = {
-                "shape": [parameters[0], nn.Parameter(torch.zeros(1, 4))],
-                "order": [parameters[0], nn.Parameter(torch.zeros(2, 2).t())],
-                "dtype": [nn.Parameter(torch.zeros(4, dtype=torch.float64)), parameters[-1]],
-            }.get(fault, parameters)
-        try:
-            averager.average_parameters(parameters)
-            errors.append("")
-        except dp_compile.DesyncError as error:
-            errors.append(str(error))
-            break
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("fault", "call", "said"),
-    [
-        ("period", 0, "period is 3 there, 2 on rank 0"),
-        ("step", 2, "step is 4 there, 2 on rank 0"),
-        ("shape", 2, 'parameters[1] is "float32 (1, 4)" there, "float32 (2, 2)" on rank 0'),
-        ("order", 2, 'parameters[1] is "float32 (2, 2) strides (1, 2)" there'),
-        ("dtype", 2, 'parameters[0] is "float64 (4,)" there'),
-    ],
-)
-def test_ranks_that_differ_are_named_at_once(ranks2: Ranks, fault: str, call: int, said: str) -> None:
-    """Also what one rank alone changes after the first call, where only it knows."""
-    one, other = ranks2.run(differently, fault)
-    assert one == other
-    assert len(one) == call + 1
-    assert not any(one[:call])
-    assert "average_parameters(): rank 1 differs from rank 0" in one[call]
-    assert said in one[call]
+    for _ in range(wrong_call):
+        averager.average_parameters(parameters)
+    if there:
+        averager.step = 4 if fault == "step" else averager.step
+        parameters = {
+            "order": [parameters[0], nn.Parameter(torch.zeros(2, 2).t())],
+            "dtype": [nn.Parameter(torch.zeros(4, dtype=torch.float64)), parameters[-1]],
+        }.get(fault, parameters)
+    with pytest.raises(dp_compile.DesyncError) as error:
+        averager.average_parameters(parameters)
+    assert "average_parameters(): rank 1 differs from rank 0" in str(error.value)
+    assert said in str(error.value)
 
 
 def missing() -> str:

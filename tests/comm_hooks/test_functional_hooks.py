@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from parity import AOT, batch, compile_whole, mlp, not_compiled, train_beside
 from reference_hooks import Rounded, as_torch_s
 from torch import nn
@@ -21,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.testing.ranks import Ranks
-
-BF16 = torch.bfloat16
 
 
 class Net(nn.Module):
@@ -87,49 +86,36 @@ def test_accumulation_and_what_a_rank_does_not_use(ranks2: Ranks) -> None:
     assert counts == [{"captured": 4}, {"captured": 2, "eager hooks": 2}]
 
 
-def resume(backwards_on_rank_1: int) -> str:
-    """Half of the steps with many buckets, the rest in another process' life, with one."""
+@on_ranks("ranks2")
+def test_a_state_is_saved_and_goes_on_in_other_buckets() -> None:
+    """Half of the steps with many buckets, the rest in another module, with one. Ranks compare what they load."""
     ours, theirs, state = pair(config=replace(AOT, bucket_cap_mb=1e-5))
     train_beside(ours, compile_whole(ours), theirs, range(2), NEVER)
     saved = pickle.loads(pickle.dumps(state.state_dict()))
     weights = copy.deepcopy(ours.state_dict())
     dp_compile.unreplicate(ours)
-    again = Net()
+    again: Any = Net()
     again.load_state_dict(weights)
     dp_compile.replicate(again, config=AOT)
-    state = dp_compile.HookState()
-    if dist.get_rank() == 1:
-        saved["backwards"] = backwards_on_rank_1
+    (state := dp_compile.HookState()).load_state_dict(saved | {"backwards": 2 - dist.get_rank()})
+    with pytest.raises(dp_compile.DesyncError, match=r"register_comm_hook\(\): rank 1 differs.*after 1 backwards"):
+        again.register_comm_hook(state, Rounded())
     state.load_state_dict(saved)
     copied = pickle.loads(pickle.dumps(copy.deepcopy(state)))
-    try:
-        again.register_comm_hook(copied, Rounded())  # type: ignore[operator]
-        train_beside(again, compile_whole(again), theirs, range(2, 4), NEVER)
-        assert len(dp_compile.report(again).plan.buckets) == 2  # one, and the flags
-        # The same into a module that trains already; and what the others do not load is not loaded.
-        copied.load_state_dict(copied.state_dict())
-        with pytest.raises(dp_compile.DesyncError, match="after 4 backwards"):
-            copied.load_state_dict(copied.state_dict() | {"backwards": 4 + dist.get_rank()})
-        train_beside(again, compile_whole(again), theirs, range(4, 5), NEVER)
-        assert copied.backwards == 5
-    except dp_compile.DesyncError as error:
-        return str(error)
-    finally:
-        dp_compile.unreplicate(again)
-    return ""
+    again.register_comm_hook(copied, Rounded())
+    train_beside(again, compile_whole(again), theirs, range(2, 4), NEVER)
+    assert len(dp_compile.report(again).plan.buckets) == 2  # one, and the flags
+    # The same into a module that trains already; and what the others do not load is not loaded.
+    copied.load_state_dict(copied.state_dict())
+    with pytest.raises(dp_compile.DesyncError, match="after 4 backwards"):
+        copied.load_state_dict(copied.state_dict() | {"backwards": 4 + dist.get_rank()})
+    train_beside(again, compile_whole(again), theirs, range(4, 5), NEVER)
+    assert copied.backwards == 5
+    dp_compile.unreplicate(again)
 
 
-def test_a_state_is_saved_and_goes_on_in_other_buckets(ranks2: Ranks) -> None:
-    assert ranks2.run(resume, 2) == ["", ""]
-
-
-def test_ranks_with_other_states(ranks2: Ranks) -> None:
-    for text in ranks2.run(resume, 1):
-        assert "register_comm_hook(): rank 1 differs from rank 0" in text
-        assert "after 1 backwards" in text
-
-
-def uneven_inputs() -> None:
+@on_ranks("ranks2")
+def test_join() -> None:
     ours, theirs, state = pair()
     run = compile_whole(ours)
     with dp_compile.join(ours):
@@ -144,10 +130,6 @@ def uneven_inputs() -> None:
     # What the rank without inputs did not send yet it sends in the steps that follow.
     train_beside(ours, run, theirs, range(3, 5), NEVER)
     dp_compile.unreplicate(ours)
-
-
-def test_join(ranks2: Ranks) -> None:
-    ranks2.run(uneven_inputs)
 
 
 @pytest.mark.usefixtures("fake_group")

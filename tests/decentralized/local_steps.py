@@ -58,7 +58,7 @@ def train(model: nn.Module, run: Any, steps: range) -> None:
 
 
 def by_formula(
-    start: list[np.ndarray], mixed: Callable[[np.ndarray, int], np.ndarray], world_size: int, steps: int, **sgd: float
+    start: list[np.ndarray], matrix: Callable[[int], np.ndarray], world_size: int, steps: int, **sgd: float
 ) -> Iterator[list[np.ndarray]]:
     """After each step the parameters of all ranks, stacked: x(t + 1) = W(t) x(t) - update(gradient at x(t)).
 
@@ -70,7 +70,7 @@ def by_formula(
         found = [gradients([each[rank] for each in x], batch(step, rank)) for rank in range(world_size)]
         for place in range(len(x)):
             gradient = np.stack([found[rank][place] for rank in range(world_size)])
-            x[place] = mixed(x[place].reshape(world_size, -1), step).reshape(x[place].shape)
+            x[place] = np.tensordot(matrix(step), x[place], 1)
             gradient = gradient + sgd["weight_decay"] * x[place]
             velocity[place] = gradient if step == 0 else sgd["momentum"] * velocity[place] + gradient
             x[place] = x[place] - sgd["lr"] * velocity[place]

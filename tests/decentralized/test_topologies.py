@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -72,36 +71,22 @@ def test_gaps_are_those_of_numpy(chosen: Topology) -> None:
     assert Topology("numeric", n, chosen.steps).spectral_gap() == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_as_many_ranks_as_anybody_has(name: str) -> None:
-    """16,384: no dense matrix, and as many process groups as n log n."""
-    n = 16_384
-    chosen = topology(name, n, 8)
-    assert chosen.spectral_gap() == pytest.approx(2 * math.pi**2 / n**2 if name == "ring" else 1, rel=1e-6)
-    assert len(chosen.groups()) <= n * math.log2(n)
-    assert "not computed for so many ranks" in Topology("numeric", n, chosen.steps).describe()
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: topology("ring", 5), "an even world_size, got 5"),
         (lambda: topology("one-peer-exp", 6), "world_size to be a power of two, 2 or more, got 6"),
         (lambda: topology("alternating-exp-ring", 12, 4), "number of nodes to be a power of two, 2 or more, got 3"),
-        (lambda: topology("alternating-exp-ring", 4, 4), "power of two, 2 or more, got 1"),
         (lambda: topology("complete", 6, 4), "a multiple of local_world_size"),
         (lambda: topology("torus", 4), r"one of complete, ring, one-peer-exp, alternating-exp-ring.*got 'torus'"),
         (lambda: Edge((1, 1), 0.5), r"different numbers >= 0.*\(1, 1\)"),
-        (lambda: Edge((), 0.5), "one at least"),
         (lambda: Edge((0, 1), 1.5), "between 0 and 1"),
-        (lambda: Edge((0,), 0.5), "1 for a rank alone"),
         (lambda: Topology("own", 2, ()), "'own' has no step"),
         (lambda: Topology("own", 3, ((Edge((0, 1), 0.5),),)), "step 0 rank 2 is in 0 edges"),
         (
             lambda: Topology("own", 2, ((Edge((0, 1), 0.5),), (Edge((0, 1), 0.5), Edge((1,), 1.0)))),
             "step 1 rank 1 is in 2 edges",
         ),
-        (lambda: Topology("own", 2, ((Edge((0, 1), 0.5), Edge((2,), 1.0)),)), "rank 2 is in 1 edges.*from 0 to 1"),
     ],
 )
 def test_what_is_refused(make: Any, said: str) -> None:
@@ -109,7 +94,7 @@ def test_what_is_refused(make: Any, said: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(2, 1), (4, 2), (6, 2), (8, 1), (8, 2), (8, 4), (24, 3), (32, 4)])
+@pytest.mark.parametrize(("world_size", "local"), [(2, 1), (6, 2), (8, 4), (24, 3)])
 @pytest.mark.parametrize("name", NAMED)
 def test_as_decent_dp(name: str, world_size: int, local: int) -> None:
     """The same edges in the same steps, and errors for the same numbers of ranks."""
