@@ -49,10 +49,6 @@ _ALLOWED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         lambda factor: factor is None or (_is_positive(factor) and math.isfinite(factor)),
         "finite and > 0 (gradients are divided by it)",
     ),
-    "mp_policy": (
-        lambda policy: policy is None or distributed.is_mixed_precision_policy(policy),
-        "a torch.distributed.fsdp.MixedPrecisionPolicy",
-    ),
     "replan_after": (
         lambda steps: steps is None or (type(steps) is int and steps > 0),
         "a number of backwards >= 1, or None",
@@ -136,16 +132,13 @@ class ReplicateConfig:
 
     def __post_init__(self) -> None:
         for name, (is_allowed, allowed) in _ALLOWED.items():
-            value = getattr(self, name)
-            got, hint = value, ""
-            if name == "mp_policy":
-                got, hint = (
-                    type(value),
-                    " For another policy in a part of the module call replicate() on that part first.",
-                )
-            require(is_allowed(value), name, allowed, got, hint)
+            require(is_allowed(getattr(self, name)), name, allowed, getattr(self, name))
         if self.mp_policy is None:
             return
+        is_policy = distributed.is_mixed_precision_policy(self.mp_policy)
+        hint = " For another policy in a part of the module call replicate() on that part first."
+        kind = "a torch.distributed.fsdp.MixedPrecisionPolicy"
+        require(is_policy, "mp_policy", kind, type(self.mp_policy), hint)
         if distributed.is_by_parameter(self.mp_policy):
             raise ConfigError(
                 "mp_policy has a param_dtype_override_fn, by which FSDP2 casts each parameter to another dtype. Call "

@@ -98,9 +98,6 @@ class Levels:
             Stage(ALL_GATHER, self.inside, parts=self.ranks_inside, link=INSIDE),
         )
 
-    def __str__(self) -> str:
-        return f"{len(self.ranks)} x {self.ranks_inside}"
-
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -312,8 +309,3 @@ def before_the_sum(divisor: float) -> float:
     while divisor % power == 0 and divisor / power > power:
         power *= 2
     return power
-
-
-def mean(group: str, backend: Backend, world_size: int) -> Reduction:
-    """The average of float32 gradients over a group."""
-    return Averaging().reduction(group, backend, world_size, "float32")

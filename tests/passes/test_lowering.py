@@ -29,7 +29,7 @@ from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
-from dp_compile.plan.reduction import Averaging, mean
+from dp_compile.plan.reduction import Averaging
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig
 
@@ -168,7 +168,7 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
 @pytest.fixture
 def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL: gradients are reduced as they are."""
-    averaged = mean("0", NCCL, 2)
+    averaged = Averaging().reduction("0", NCCL, 2, "float32")
     monkeypatch.setattr(Averaging, "reduction", lambda *_: averaged)
 
 

@@ -22,7 +22,7 @@ from dp_compile.bench.modes.loop import backward, build, device, loop_around, tr
 from dp_compile.config import DEFAULT_CAP_MB
 from dp_compile.errors import ConfigError
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.plan.reduction import mean
+from dp_compile.plan.reduction import Averaging
 
 # What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
 OVERLAPPED: Final[Mapping[str, Any]] = {
@@ -104,7 +104,7 @@ class _ReducedInBackward(nn.Module):
         self.model = model
         assert dist.group.WORLD is not None
         name, backend = distributed.group_name(dist.group.WORLD), distributed.backend_of(None, device().type)
-        reduction = mean(name, backend, dist.get_world_size())
+        reduction = Averaging().reduction(name, backend, dist.get_world_size(), "float32")
         (stage,) = reduction.stages
         self.constants = reduction.scale, stage.reduce_op, stage.group
 
