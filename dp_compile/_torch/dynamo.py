@@ -39,7 +39,7 @@ with named():
     from torch._logging._internal import trace_log as _trace_log
     from torch._logging._internal import trace_structured as _trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
-    from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
     at_end: Any = _Engine._exec_final_callbacks_stub
     """The last call of a captured graph, which does nothing."""
@@ -51,8 +51,6 @@ with named():
     _on_at_import: bool = _compiled_autograd.compiled_autograd_enabled  # the name has to be there
     _Capture: Any = _compiled_autograd.AutogradCompilerInstance
     _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]
-    # `size_hint` in torch 2.11.
-    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.size_hint  # type: ignore[attr-defined]
 
 if torch.cuda.is_available():
     # As `_enable` does: a backward under CUDA graphs looks for it where nobody may have imported it (torch 2.13).
@@ -349,7 +347,7 @@ def stance() -> str:
 
 def stand_ins(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors without memory, which AOTAutograd takes for these inputs; all sizes are static."""
-    mode = _FakeTensorMode(shape_env=_symbolic_shapes.ShapeEnv())
+    mode = _FakeTensorMode(shape_env=_ShapeEnv())
     return [mode.from_tensor(each, static_shapes=True) for each in inputs]
 
 
@@ -375,11 +373,6 @@ def let_go_of_nodes(graph_module: fx.GraphModule) -> None:
     the code, with all that they know: 34 MiB for 600 parameters (torch 2.13).
     """
     graph_module._graph = fx.Graph()  # `graph = ` would compile the empty one
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """The value that a size has in the example that is being traced, without a guard on it."""
-    return int(_size_hint(size))
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:

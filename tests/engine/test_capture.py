@@ -48,21 +48,6 @@ def _fresh_compiler() -> None:
 # --- what is captured -------------------------------------------------------------------------------------------
 
 
-def test_hooks_become_few_collectives_in_one_graph() -> None:
-    twin = Twin(mlp(width=9, layers=4), bucket_cap_mb=0.0005)
-    before = compiler.captures()
-    for seed in range(3):
-        twin.step(batch(seed, 9))
-    (record,) = twin.report.captures
-    assert compiler.captures() - before == 1
-    assert record.hooks == 8
-    assert record.reductions == 9  # and the flags
-    assert record.graphs == 1
-    assert record.collectives == len(twin.report.plan.buckets)
-    assert 1 < record.collectives < record.hooks
-    assert record.passes[0].collectives == record.collectives
-
-
 def test_exactly_one_more_capture_when_gradients_are_kept() -> None:
     """A gradient that is kept is the same tensor."""
     twin = Twin(mlp(width=10))

@@ -58,10 +58,6 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.message for each in caplog.records if each.name.startswith("dp_compile")]
 
 
-def scripted(y: torch.Tensor) -> torch.Tensor:
-    return (y * torch.sigmoid(y)).square().sum()
-
-
 def nested(y: torch.Tensor) -> torch.Tensor:
     both = torch.nested.as_nested_tensor([y[:1], y[1:]], layout=torch.jagged)
     result: torch.Tensor = (both * 2).values().square().sum()
@@ -75,10 +71,7 @@ def checked(y: torch.Tensor) -> torch.Tensor:
 
 LOSSES: dict[str, tuple[Loss, str]] = {
     "a product with a CSR matrix": (lambda y: (torch.eye(len(y)).to_sparse_csr() @ y).square().sum(), "IndexError"),
-    "a sum of a sparse tensor": (lambda y: torch.sparse.sum(y.to_sparse() * 2), "IndexError"),
-    "TorchScript": (lambda y: torch.jit.script(scripted)(y), "compiled_args not implemented"),
     "a nested tensor": (nested, "NestedTensor"),
-    "a tensor of oneDNN": (lambda y: y.to_mkldnn().relu().to_dense().square().sum(), "Dynamo failed to run FX node"),
     "a hook that breaks the graph": (checked, "graph_break"),
 }
 
