@@ -55,10 +55,11 @@ _NOT_THE_USERS: Final = (_OURS, _TORCH, sysconfig.get_path("stdlib"), sysconfig.
 
 
 class Progress(NamedTuple):
-    """How far one rank is with one module: complete synchronised backwards, backwards without synchronisation, and
-    collectives that the synchronised backward in progress has launched (`None`: there is none).
+    """How far one rank is with one module.
 
-    `failed` is the error that ended backward `done` + 1. `gave_up`: it only reports that other ranks are not reached.
+    `done`, `local`: complete backwards with and without synchronisation. `launched`: collectives of the synchronised
+    backward in progress; `None`: there is none. `failed`: the error that ended backward `done` + 1. `gave_up`: it only
+    reports that other ranks are not reached.
     """
 
     done: int
@@ -118,11 +119,11 @@ def _verdict(topic: str, own: Progress, labels: Sequence[str], status: RankStatu
         left = "has left: its program ended, or it dropped the module"
         return 2, left if status.left else "does not have this module any more"
     backward, after = f"backward {other.done + 1}", f"after {count(other.done, 'synchronised backward')}"
+    if other.failed and status.left:
+        return 2, f"has left in {backward} {'after giving up' if other.gave_up else 'with an error'}: {other.failed}"
     if other.failed:
         how = f"gave up in {backward}" if other.gave_up else f"left {backward} with an error"
-        if status.left:
-            how = f"has left in {backward} {'after giving up' if other.gave_up else 'with an error'}"
-        return 2 if status.left or not other.gave_up else 1, f"{how}: {other.failed}"
+        return 1 if other.gave_up else 2, f"{how}: {other.failed}"
     hint = f". It ran {count(other.local, 'backward')} without synchronisation, this rank {own.local}: "
     hint = "" if other.local == own.local else f"{hint}is no_sync used on some ranks only?"
     if status.left:
@@ -135,15 +136,11 @@ def _verdict(topic: str, own: Progress, labels: Sequence[str], status: RankStatu
     activity = ", ".join(filter(None, (activity, status.doing, status.place and f"at {status.place}")))
     if other.position > own.position:
         return 0, f"is ahead, {activity}"
-    bucket = _bucket(labels, other.launched or 0 if other.done == own.done else 0)
-    return 2, f"is waited for in {bucket}: it is {activity}{hint}"
-
-
-def _bucket(labels: Sequence[str], number: int) -> str:
-    if number < len(labels):
-        return f"bucket {number} of {len(labels)} ({labels[number]})"
-    more = "what follows the last bucket, a copy of buffers or a comparison of parameters"
-    return more if labels else f"collective {number}"
+    number = other.launched or 0 if other.done == own.done else 0
+    missing = f"bucket {number} of {len(labels)} ({labels[number]})" if number < len(labels) else f"collective {number}"
+    if labels and number >= len(labels):
+        missing = "what follows the last bucket, a copy of buffers or a comparison of parameters"
+    return 2, f"is waited for in {missing}: it is {activity}{hint}"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -290,7 +287,7 @@ class Monitor:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.wake = threading.Event()
-        self._watched: tuple[weakref.ref[Replica], ...] = ()
+        self._watched: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._store: distributed.Store | None = None
         self._leaving = self._reconnect = False
@@ -301,7 +298,7 @@ class Monitor:
         if not replica.group.has_others or monitor_after_s() is None:
             return
         with self._lock:
-            self._watched = (*(ref for ref in self._watched if ref() is not None), weakref.ref(replica))
+            self._watched.add(replica)
             _records[replica.topic] = _Record(replica.history.backwards, replica.history.synced_backwards)
             self._reconnect = True
             if self._thread is None:
@@ -311,7 +308,7 @@ class Monitor:
     def unwatch(self, replica: Replica) -> None:
         """The replica is not one any more."""
         with self._lock:
-            self._watched = tuple(ref for ref in self._watched if ref() not in (None, replica))
+            self._watched.discard(replica)
         self.wake.set()
 
     def leave(self) -> None:
@@ -348,7 +345,7 @@ class Monitor:
     def _look(self) -> bool:
         """Publish, and warn of backwards that do not end. Returns whether there is a replica left to watch."""
         with self._lock:
-            ends = self._leaving or all(ref() is None for ref in self._watched)
+            ends = self._leaving or not self._watched
             try:
                 if self._reconnect and not ends:
                     self._reconnect, self._trouble = False, ""
@@ -372,7 +369,7 @@ class Monitor:
                 return
             self._beat += 1
             running, modules = list(_backwards), {}
-            for topic in list(_records) if left else [each.topic for ref in self._watched if (each := ref())]:
+            for topic in list(_records) if left else [each.topic for each in self._watched]:
                 launched = next((n for n in (each.launched(topic) for each in running) if n is not None), None)
                 modules[topic] = _records[topic].progress(launched)
             thread = running[0].thread if running else threading.main_thread().ident

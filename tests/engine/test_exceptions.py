@@ -228,13 +228,12 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a rank saw: the texts of its errors, how many steps it did, how far it ended from the run without an error,
-    the seconds of its longest attempt behind the first, and how its backwards went."""
+    and the seconds of its longest attempt after the first error."""
 
     errors: tuple[str, ...]
     done: int
     distance: float
     seconds: float
-    backwards: Mapping[str, int]
 
 
 def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
@@ -271,10 +270,8 @@ def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
             planted, bomb.error = planted or arms, None
             if len(errors):
                 seconds = max(seconds, time.monotonic() - started)
-    reported = model.layers[0] if cell.kind == "modules" else model  # type: ignore[index]
-    backwards = dict(dp_compile.report(reported).backwards)
     distance = distance_of(model, reference(cell, world, group)) if done == STEPS else float("nan")
-    return Outcome(tuple(errors), done, distance, seconds, backwards)
+    return Outcome(tuple(errors), done, distance, seconds)
 
 
 def shorten(group: Any, timeout_s: float) -> None:
