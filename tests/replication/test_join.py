@@ -115,14 +115,10 @@ def run_uneven(
     return ""
 
 
-@pytest.mark.parametrize(("counts", "divide"), [((2, 5), True), ((0, 3), False)])
-def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool) -> None:
-    ranks2.run(run_uneven, counts, True, {"divide_by_initial_world_size": divide}, {})
-
-
-def test_accumulation(ranks4: Ranks) -> None:
-    counts = (1, 2, 0, 3)
-    ranks4.run(run_uneven, counts, True, {"micro_steps": 3, "divide_by_initial_world_size": False}, {})
+@pytest.mark.parametrize(("counts", "divide", "micro_steps"), [((2, 5), True, 1), ((0, 3), False, 2)])
+def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool, micro_steps: int) -> None:
+    settings = {"divide_by_initial_world_size": divide, "micro_steps": micro_steps}
+    ranks2.run(run_uneven, counts, True, settings, {})
 
 
 def test_unused_parameters_of_a_forward_that_is_not_compiled(ranks2: Ranks) -> None:
