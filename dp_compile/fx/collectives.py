@@ -33,7 +33,7 @@ _LAUNCHES = (
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a functional collective, ours or somebody else's."""
+    """Whether a node starts a functional collective, ours or the model's."""
     if node.op != "call_function" or node.target is WAIT:
         return False
     return node.target in _OURS or getattr(node.target, "namespace", "") == "_c10d_functional"

@@ -125,7 +125,7 @@ class _Blocks:
         numbers: dict[Storage, int] = {}
         sizes: dict[int, int] = {}
         for node in graph.nodes:
-            # The value of the output was noted before passes ran, and is no memory of its own.
+            # The value of the output was noted before passes ran, and is no further memory.
             found = {} if node.op == "output" else storages_of(node)
             self._storages[node] = tuple(numbers.setdefault(storage, len(numbers)) for storage in found)
             sizes.update(zip(self._storages[node], map(_hint, found.values()), strict=True))

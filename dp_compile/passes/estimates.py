@@ -126,7 +126,7 @@ def _work(node: fx.Node, values: Values) -> float:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:  # a sparse one has no memory of its own, and is refused later
+        if value.layout is torch.strided:  # a sparse one has no storage, and is refused later
             yield value
     elif isinstance(value, (list, tuple)):
         for each in value:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Final
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
@@ -61,11 +61,9 @@ class ScheduleCollectives:
 
     def __post_init__(self) -> None:
         bound = self.memory_bound_nbytes
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
-            raise ConfigError(
-                f"ScheduleCollectives.memory_bound_nbytes must be a number of bytes, at least 0, got {bound!r}. "
-                "Use None for the peak of torch's DDP."
-            )
+        is_bound = bound is None or (type(bound) is int and bound >= 0)
+        hint = " Use None for the peak of torch's DDP."
+        require(is_bound, "ScheduleCollectives.memory_bound_nbytes", "a number of bytes, at least 0", bound, hint)
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         launches = [node for node in graph.nodes if is_collective(node) and _is_ours(node)]
@@ -206,7 +204,7 @@ def _memory_read(node: fx.Node) -> set[Any]:
 def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     """The simulated peak of torch's DDP with `gradient_as_bucket_view=True`: the graph as it is given.
 
-    Its buckets are there from the start to the end. Each gradient is computed in memory of its own, copied into its
+    Its buckets are there from the start to the end. Each gradient is computed in other memory, copied into its
     bucket, and freed. A `.grad` that exists is a view of a bucket. Source: torch `Reducer::initialize_buckets`,
     `mark_variable_ready_dense` and `finalize_bucket_dense` (torch/csrc/distributed/c10d/reducer.cpp).
     """
