@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.errors import VoidBackwardError
-from dp_compile.plan.reduction import Averaging, Reduction, Stage
 from dp_compile.replication.gradient_averaging import set_gradient_divide_factor
 from dp_compile.replication.module import replica_of
 
@@ -619,14 +618,14 @@ class EightBits(Reference):
 # --- running a case ---------------------------------------------------------------------------------------------
 
 
-def run_case(case: FuzzCase, fault: str = "") -> Outcome:
+def run_case(case: FuzzCase) -> Outcome:
     """Run a case on this rank. It goes on after a difference: the other rank waits in a collective otherwise."""
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
-    run = Run(case, fault)
+    run = Run(case)
     # For several backwards torch asks for this: compiled code reuses the memory of what a forward has saved.
     several = any(micro.loss == "two backwards" for step in case.steps for micro in step.micros)
-    with torch._functorch.config.patch(donated_buffer=not several), _planted(fault, run.stack):
+    with torch._functorch.config.patch(donated_buffer=not several):
         run.replicate()
         run.train()
         report = dp_compile.report(run.stack)
@@ -646,8 +645,8 @@ def _digest(stack: nn.Module) -> str:
 class Run:
     """A case's two models and what trains them, and the differences that this rank saw."""
 
-    def __init__(self, case: FuzzCase, fault: str) -> None:
-        self.case, self.fault = case, fault
+    def __init__(self, case: FuzzCase) -> None:
+        self.case = case
         self.differences: list[str] = []
         self.odd = dist.get_rank() % 2
         self.stack = Stack(case)
@@ -749,8 +748,7 @@ class Run:
             local = position + 1 < len(step.micros)
             failing = failure if failure is not None and failure.micro == position else None
             batch = _batch(self.case, micro, 10 * number + position, dist.get_rank())
-            unsynced = local or self.fault == "never synchronised"
-            with dp_compile.no_sync(self.ours) if unsynced else nullcontext(), ExitStack() as scopes:
+            with dp_compile.no_sync(self.ours) if local else nullcontext(), ExitStack() as scopes:
                 losses = self.forward(run, batch, micro)
                 if self.case.compiled == "backward":
                     scopes.enter_context(dp_compile.compiled_backward())
@@ -810,7 +808,7 @@ class Run:
                 handle.remove()
 
     def edit(self, micro: Micro) -> None:
-        for stack in (self.twin,) if self.fault == "an edit is lost" else (self.stack, self.twin):
+        for stack in (self.stack, self.twin):
             _edit(micro.edit, list(stack.parameters()))
 
     def transform(self, number: int, step: Step, run: Any) -> None:
@@ -869,38 +867,3 @@ def _batch(case: FuzzCase, micro: Micro, number: int, rank: int) -> Batch:
     rows = micro.batch[rank % 2]
     x = torch.randn(rows, case.width, generator=generator)
     return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), _calls(case, micro, rank)
-
-
-# --- faults, to see that the comparison can fail ----------------------------------------------------------------
-
-FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never synchronised")
-EIGHT_BITS_FAULTS: dict[str, Callable[[dp_compile.HookBucket], dp_compile.HookBucket]] = {
-    "rank 1 is missing": lambda bucket: bucket._replace(
-        gradients=[each * (bucket.rank != 1) for each in bucket.gradients]
-    ),
-    "errors are forgotten": lambda bucket: bucket._replace(
-        state=[{name: 0 * each for name, each in state.items()} for state in bucket.state]
-    ),
-}
-"""What the hook is given in place of its bucket."""
-
-
-@contextmanager
-def _planted(fault: str, stack: Stack) -> Iterator[None]:
-    """Break this package, or the model that it replicates, for one run."""
-    before, reduce = Averaging.reduction, dp_compile.QuantizedHook.reduce
-    if fault in EIGHT_BITS_FAULTS:
-        spoil = EIGHT_BITS_FAULTS[fault]
-        dp_compile.QuantizedHook.reduce = lambda self, bucket: reduce(self, spoil(bucket))
-    if fault == "sums instead of averages":
-        Averaging.reduction = lambda _, group, *__: Reduction((Stage("all_reduce", group, "sum"),), 1.0)
-    if fault == "a gradient doubled on rank 1" and dist.get_rank() == 1:
-        next(p for p in stack.parameters() if p.requires_grad).register_hook(lambda grad: 2 * grad)
-    if fault == "each block is called once":
-        forward = stack.forward
-        stack.forward = lambda x, tokens, calls: forward(x, tokens, tuple(each[:1] for each in calls))
-    try:
-        yield
-    finally:
-        Averaging.reduction = before
-        dp_compile.QuantizedHook.reduce = reduce

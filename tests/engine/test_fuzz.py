@@ -303,23 +303,8 @@ def test_a_sample_is_equal(ranks2: Ranks, sample: str) -> None:
         assert outcome.backwards["captured"] >= 2
 
 
-SMALL = FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(Step((Micro((2, 2)),)),))
-PLANTED = {**dict.fromkeys(fuzzing.FAULTS, SMALL), "an edit is lost": EDITED, "each block is called once": DEEPER}
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_seen(ranks2: Ranks, fault: str) -> None:
-    for outcome in ranks2.run(fuzzing.run_case, PLANTED[fault], fault):
-        assert "gradient of blocks.0" in outcome.difference
-
-
-@pytest.mark.parametrize("fault", ["", *fuzzing.EIGHT_BITS_FAULTS])
-def test_a_planted_fault_of_eight_bits_is_seen(ranks2: Ranks, fault: str) -> None:
+def test_eight_bits_lose_no_more_than_two_roundings(ranks2: Ranks) -> None:
     """Errors are there from the second step on; what is done to them adds up to more than one loss can be."""
     steps = (Step((Micro((3, 4)),)),) * 4
     case = FuzzCase(blocks=(BlockSpec("linear"),), width=6, steps=steps, comm_hook="int8", per_scale=64)
-    for outcome in ranks2.run(fuzzing.run_case, case, fault):
-        assert bool(outcome.difference) == bool(fault)
-        if fault:
-            step = "step 0" if fault == "rank 1 is missing" else "step [123]"
-            assert re.match(f"{step}: gradient of .* more was lost than eight bits lose", outcome.difference)
+    assert [outcome.difference for outcome in ranks2.run(fuzzing.run_case, case)] == ["", ""]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,10 +26,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
-from dp_compile._torch import distributed
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
 
@@ -155,32 +152,6 @@ def spread(model: Net, case: MeshCase, mesh: DeviceMesh) -> None:
         model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
 
 
-class Launches(TorchDispatchMode):
-    """The collectives of what runs inside, by the ranks of their group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.orders: Orders = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # what it is made of comes here again
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional") and "wait" not in func.name():
-            groups = [each for each in args if isinstance(each, dist.ProcessGroup | torch.ScriptObject | str)]
-            for ranks in {_ranks_of(each) for each in groups} - {None}:
-                shapes = [list(each.shape) for each in torch.utils._pytree.tree_leaves(args) if hasattr(each, "shape")]
-                self.orders.setdefault(ranks, []).append(f"{func.name()} of {shapes}")
-        return func(*args, **(kwargs or {}))
-
-
-def _ranks_of(group: Any) -> tuple[int, ...] | None:
-    try:
-        found = distributed.group_of_name(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
-    except (RuntimeError, ValueError, TypeError):
-        return None
-    return tuple(dist.get_process_group_ranks(found))
-
-
 def loss_of(model: Any, case: MeshCase, step: int, copy_number: int, skip: int | None) -> torch.Tensor:
     seed = torch.Generator().manual_seed(1000 * case.seed + 10 * step + copy_number)
     tokens = torch.randint(case.vocabulary, (2, TOKENS), generator=seed)
@@ -188,7 +159,7 @@ def loss_of(model: Any, case: MeshCase, step: int, copy_number: int, skip: int |
 
 
 def run(case: MeshCase) -> list[Orders]:
-    """A run beside one process. Returns the orders of the collectives of its backwards."""
+    """A run, and the same in one process. Returns the orders of the collectives of captured backwards."""
     torch._dynamo.reset()
     Reads.found.clear()
     mesh = mesh_of(case.shape)
@@ -205,24 +176,20 @@ def run(case: MeshCase) -> list[Orders]:
     runs = torch.compile(model, backend="aot_eager") if case.captured else model
     named = dict(model.named_parameters())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, alone)]
-    orders: list[Orders] = []
+
+    def backward(step: int, skip: int | None) -> None:
+        """`skip`: a block that copy 0 leaves out."""
+        loss_of(runs, case, step, here, skip if here == 0 else None).backward()
+        losses = [loss_of(alone, case, step, each, skip if each == 0 else None) for each in range(copies)]
+        (sum(losses) / copies).backward()
+
     for step, (skip, accumulates) in enumerate(zip(case.skipped, case.accumulates, strict=True)):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=case.set_to_none)
         if accumulates:
             with dp_compile.no_sync(model):
-                loss_of(runs, case, step + 5, here, None).backward()
-            (sum(loss_of(alone, case, step + 5, each, None) for each in range(copies)) / copies).backward()
-        loss = loss_of(runs, case, step, here, skip if here == 0 else None)
-        if case.captured:
-            loss.backward()
-        else:
-            with Launches() as launches:
-                loss.backward()
-            orders.append(launches.orders)
-        (
-            sum(loss_of(alone, case, step, each, skip if each == 0 else None) for each in range(copies)) / copies
-        ).backward()
+                backward(step + 5, None)
+        backward(step, skip)
         for name, theirs in alone.named_parameters():
             mine: Any = named[name].grad
             if theirs.grad is None:
@@ -236,44 +203,32 @@ def run(case: MeshCase) -> list[Orders]:
     ways = dp_compile.report(model).backwards
     assert ("captured" if case.captured else "eager hooks") in ways, ways
     dp_compile.unreplicate(model)
-    return orders + list(Reads.found)
+    return list(Reads.found)
 
 
 def run_all(numbers: Sequence[int]) -> list[list[Orders]]:
     found = []
     for number in numbers:
-        case = drawn(number)
         try:
-            found.append(run(case))
+            found.append(run(drawn(number)))
         except Exception as error:
-            raise AssertionError(f"case {number}: {case}") from error
+            raise AssertionError(f"case {number}: {drawn(number)}") from error
     return found
 
 
-def asked_for() -> list[int]:
-    """Numbers by the environment, else two hundred."""
-    first, _, last = os.environ.get("DP_COMPILE_MESH_CASES", "0-199").partition("-")
-    return list(range(int(first), int(last or first) + 1))
+first, _, last = os.environ.get("DP_COMPILE_MESH_CASES", "0-199").partition("-")
+BY_NIGHT = range(int(first), int(last or first) + 1)
+PARTS = [pytest.param([*BY_NIGHT[at : at + 20]], marks=pytest.mark.nightly) for at in range(0, len(BY_NIGHT), 20)]
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        [0, 1, 2],
-        *(pytest.param(asked_for()[at : at + 20], marks=pytest.mark.nightly) for at in range(0, len(asked_for()), 20)),
-    ],
-)
+@pytest.mark.parametrize("numbers", [[0, 1, 3], *PARTS])
 def test_meshes_and_plans(meshed: Ranks, numbers: list[int]) -> None:
     by_rank = meshed.run(run_all, numbers, timeout_s=550.0)
     for place, number in enumerate(numbers):
-        of_case = [found[place] for found in by_rank]
-        if drawn(number).captured:  # ranks that leave a block out compile other graphs, and more or fewer of them
-            assert not unordered([all_orders(found) for found in of_case]), f"case {number}: {drawn(number)}"
-            continue
-        assert len({len(orders) for orders in of_case}) == 1, f"case {number}: {drawn(number)}"
-        for orders in zip(*of_case, strict=True):
-            assert not unordered(orders), f"case {number}: {drawn(number)}"
-        assert any(orders for orders in of_case[0]), f"nothing was seen of case {number}"
+        # Ranks that leave a block out compile other graphs, and more or fewer of them.
+        orders = [all_orders(found[place]) for found in by_rank]
+        assert not unordered(orders), f"case {number}: {drawn(number)}"
+        assert bool(orders[0]) == drawn(number).captured
 
 
 def all_orders(found: Sequence[Orders]) -> dict[tuple[int, ...], set[tuple[str, ...]]]:

@@ -149,32 +149,6 @@ def labels(code: GeneratedCode) -> list[str]:
     return found
 
 
-@of_cases()
-def test_stages_hand_on_the_memory_that_they_wrote(result: dict[str, Any]) -> None:
-    """On two levels: nothing is computed or copied between them, and each rank's part starts at 16 bytes."""
-    for text in result["codes"]:
-        code, before = read_code(text), dict[int, Call]()
-        for bucket, stage, launch in stages(result, code):
-            if stage > 0:
-                assert launch.reads == before[id(bucket)].writes
-                assert numel(launch.reads[0]) % 8 == 0
-            before[id(bucket)] = launch
-
-
-@of_cases("mlp", "odd", "two-level")
-def test_the_first_bucket_flies_while_the_rest_is_computed(result: dict[str, Any]) -> None:
-    order = read_code(result["codes"][0]).order
-    after = order[order.index("A") :]
-    assert after.count("k") + after.count("m") >= len(order) // 4
-
-
-@of_cases()
-def test_nobody_stops_the_host(result: dict[str, Any]) -> None:
-    host = r"\.item\(|\.tolist\(|\.cpu\(|synchronize|_local_scalar_dense|empty_strided_cpu|\.to\(|cudaMemcpy"
-    for text in result["codes"]:
-        assert not re.findall(host, text[text.index("def call(") : text.index("def get_args")])
-
-
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
