@@ -208,8 +208,7 @@ class DecentralizedModule(nn.Module):
         Raises:
             ConfigError: not a finite number.
         """
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        require(is_number and math.isfinite(factor), "factor", "a finite number", factor)
+        require(_is_number(factor) and math.isfinite(factor), "factor", "a finite number", factor)
         mixing_of(self).mixer.factor = float(factor)
 
     def get_lr(self) -> float:
@@ -269,11 +268,13 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
 
-def _check(max_norm: object, clip: str, scaler: object, bucket_mb: object) -> None:
-    for name, value, least in (("grad_clip_norm", max_norm, "0"), ("bucket_size_in_mb", bucket_mb, "above 0")):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-        if not number or value < 0 or (value == 0 and least != "0"):  # type: ignore[operator]
-            raise ConfigError(f"{name} must be a number, {least} or more, got {value!r}.")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check(max_norm: Any, clip: str, scaler: object, bucket_mb: Any) -> None:
+    require(_is_number(max_norm) and max_norm >= 0, "grad_clip_norm", "a number, 0 or more", max_norm)
+    require(_is_number(bucket_mb) and bucket_mb > 0, "bucket_size_in_mb", "a number, above 0", bucket_mb)
     require(clip in CLIPS, "clip", f"one of {', '.join(CLIPS)}", clip)
     require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
 
