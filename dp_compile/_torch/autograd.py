@@ -58,9 +58,9 @@ def made_like(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 
 class _Door(_Engine):  # type: ignore[misc]
-    """The engine, with somebody in front of it.
+    """The engine, with a function that is called before it.
 
-    A subclass: Dynamo knows the engine by its class, and whoever asks it for something else gets that from it.
+    A subclass: Dynamo knows the engine by its class, and other attributes are the engine's.
     """
 
     def __init__(self, enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
@@ -74,15 +74,15 @@ class _Door(_Engine):  # type: ignore[misc]
 def watch_engine(enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
     """Let every backward that Python starts go through `enter`, also one that does not come from `torch.autograd`.
 
-    `torch.autograd` and whoever goes past it, as Megatron does, take the engine from the same place. Does nothing if
-    `enter` is there already, also behind somebody who wrapped it in turn.
+    `torch.autograd`, and code that bypasses it as Megatron does, take the engine from the same place. Does nothing if
+    `enter` is there already, also where other code has wrapped it in turn.
     """
     if not engine_is_watched():
         _Variable._execution_engine = _Door(enter)
 
 
 def unwatch_engine() -> None:
-    """Take `enter` away again, unless somebody wrapped it in turn."""
+    """Take `enter` away again, unless other code has wrapped it in turn."""
     if engine_is_watched():
         _Variable._execution_engine = _engine_at_import
 
@@ -116,13 +116,13 @@ def leaf_behind(node: object) -> torch.Tensor | None:
 
 
 def hooks_behind(leaf: torch.Tensor) -> dict[int, Any]:
-    """What is called behind the accumulation of a leaf's gradient, by torch's numbers; torch sees what is changed."""
+    """What is called after the accumulation of a leaf's gradient, by torch's numbers; torch sees what is changed."""
     found: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
     return {} if found is None else found
 
 
 def accumulates(leaf: torch.Tensor) -> object:
-    """The node that accumulates the gradient of a leaf that requires one: the same object as long as somebody has it.
+    """The node that accumulates the gradient of a leaf that requires one: the same object while it is alive.
 
     Where gradients are computed; a microsecond, which is less than torch's own `get_gradient_edge`.
     """

@@ -1,4 +1,4 @@
-"""Questions about Dynamo and Inductor that have an answer also where nobody has loaded them. Loads neither."""
+"""Questions about Dynamo and Inductor that have an answer also where they are not loaded. Loads neither."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with named():
 def no_graph_of_its_own(function: FunctionT) -> FunctionT:
     """Let a function run as it is, with what it calls, where Dynamo meets its frame; what is traced traces into it.
 
-    For hooks: torch calls those of a compiled module outside of its graph, and Dynamo compiles each of them apart, in
+    For hooks: torch calls those of a compiled module outside of its graph, and Dynamo compiles each of them, in
     0.1 s, to nothing. (`torch._dynamo.skip` also breaks the graphs that call the function.)
     """
     _set_strategy(function.__code__, _LEFT_ALONE)
@@ -31,7 +31,7 @@ def no_graph_of_its_own(function: FunctionT) -> FunctionT:
 
 
 def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
-    """`torch.compiler.disable`, which loads Dynamo and puts a function of its own around this one, to the same end.
+    """`torch.compiler.disable`, which loads Dynamo and wraps this one, to the same end.
 
     Args:
         reason: what torch says where a function that is compiled as one graph calls this one.
@@ -120,14 +120,14 @@ def compiled_graphs() -> int:
 
 
 def forget_compiled() -> None:
-    """Let Dynamo compile everything anew, also what it has compiled until now."""
+    """Let Dynamo compile everything again, also what it has compiled until now."""
     reset = _attribute("torch._dynamo", "reset_code_caches")
     if reset is not None:
         reset()
 
 
 def forget_calls_that_broke() -> None:
-    """Let Dynamo compile anew what called a module whose hook broke the graph, once that hook is gone.
+    """Let Dynamo compile again what called a module whose hook broke the graph, once that hook is gone.
 
     Code that torch 2.11 made of the caller has no guard on the hooks, and would leave the module uncompiled for good.
     May go with 2.11.

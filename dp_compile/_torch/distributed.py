@@ -97,7 +97,7 @@ def _backend_object(group: dist.ProcessGroup, device_type: str) -> Any:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh, whatever its dimensions. Called on every rank of the mesh it is a slice of.
+    """The group of all ranks of a mesh of any dimensions. Called on every rank of the mesh it is a slice of.
 
     Raises:
         ConfigError: it does not have all ranks of the default group, and its dimensions no names.
@@ -112,13 +112,13 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def is_wrap_policy(policy: object) -> bool:
-    """Whether it is an object by which FSDP wraps modules. Somebody has loaded FSDP then."""
+    """Whether it is an object by which FSDP wraps modules. FSDP is loaded then."""
     wrap = sys.modules.get("torch.distributed.fsdp.wrap")
     return wrap is not None and isinstance(policy, wrap._Policy)
 
 
 def run_wrap_policy(policy: Any, module: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that such a policy names, each with the arguments of its own that it gives."""
+    """The modules that such a policy names, each with its arguments."""
     return cast(dict[nn.Module, dict[str, Any]], policy._run_policy(module, ignored, {}))
 
 
@@ -160,7 +160,7 @@ def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dt
 
 
 def is_by_parameter(policy: Any) -> bool:
-    """Whether a `MixedPrecisionPolicy` gives each parameter a dtype of compute of its own (torch 2.15 and later)."""
+    """Whether a `MixedPrecisionPolicy` gives each parameter its dtype of compute (torch 2.15 and later)."""
     return getattr(policy, _BY_PARAMETER, None) is not None
 
 
@@ -176,7 +176,7 @@ def end_other_groups() -> None:
 
 
 def default_store() -> Store:
-    """The key-value store behind the default process group."""
+    """The key-value store of the default process group."""
     return _get_default_store()
 
 
@@ -201,7 +201,7 @@ def is_communication_error(error: BaseException | None) -> bool:
 
 
 def connect_again(store: Store, timeout_s: float) -> Store:
-    """A connection of its own to the same store, with its own time-out."""
+    """Another connection to the same store, with another time-out."""
     connection = cast(Store, cast(Any, store).clone())
     connection.set_timeout(timedelta(seconds=timeout_s))
     return connection
@@ -274,7 +274,7 @@ def of_torch_ddp(name: str) -> Any:
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:
     """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
-    contract = sys.modules.get("torch.distributed._composable.contract")  # not loaded: nobody applied one
+    contract = sys.modules.get("torch.distributed._composable.contract")  # not loaded: none was applied
     return () if contract is None else tuple(contract._get_registry(module) or ())
 
 

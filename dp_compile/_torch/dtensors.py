@@ -1,6 +1,6 @@
 """DTensors: a rank's own part of them, and their layout over a mesh. Costs nothing to load.
 
-Whoever has one has loaded `torch.distributed.tensor`; nobody else pays for that.
+Where there is one, `torch.distributed.tensor` is loaded; nothing here loads it.
 """
 
 from __future__ import annotations

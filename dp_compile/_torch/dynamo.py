@@ -53,7 +53,7 @@ with named():
     _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]
 
 if torch.cuda.is_available():
-    # As `_enable` does: a backward under CUDA graphs looks for it where nobody may have imported it (torch 2.13).
+    # As `_enable` does: a backward under CUDA graphs looks for it where it may not be imported (torch 2.13).
     from torch._inductor import cudagraph_trees as cudagraph_trees
 
 _session: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
@@ -173,9 +173,9 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a graph being captured has what followed from an operation on stand-ins, and somebody reads it.
+    """Whether a graph being captured has what followed from an operation on stand-ins, and is read.
 
-    What is pasted is not computed, and has names of its own. Zeros for outputs that nobody used have the sizes that
+    What is pasted is not computed, and has other names. Zeros for unused outputs have the sizes that
     these had in the forward: compiled autograd has them in the key of a graph, or among its inputs.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.name.startswith("aot"):
@@ -186,7 +186,7 @@ def _is_computed(node: fx.Node) -> bool:
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:
     """What a captured graph's check of an autograd function's outputs is given, each with what it has to be like.
 
-    Nothing for a node that is no such check; `None` for an output that nobody wants.
+    Nothing for a node that is no such check; `None` for an output that is not asked for.
     """
     if getattr(node.target, "__name__", "") != "validate_outputs" or len(node.args) < 2:
         return []
@@ -241,7 +241,7 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
     """What a captured graph's node makes a DTensor of; nothing if it makes none, or does not tell.
 
     Compiled autograd gives each such node everything that AOTAutograd's backward computes, of which it takes a few
-    (torch 2.13, `proxy_subclass_constructor`): by its inputs alone each would stand behind the whole backward.
+    (torch 2.13, `proxy_subclass_constructor`): by its inputs alone each would depend on the whole backward.
     """
     if getattr(node.target, "__name__", "") != "make_subclass" or not inspect.isfunction(node.target):
         return []
@@ -300,9 +300,9 @@ class Fits:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, nobody else compiles in this process, as while Dynamo does.
+    """Inside, no other thread of this process compiles, as while Dynamo does.
 
-    Without `_session`, other threads that call compiled code meanwhile are told that they trace it (torch 2.13).
+    Without `_session`, other threads that call compiled code meanwhile are taken for tracing it (torch 2.13).
     """
     with _compile_lock, _session():
         yield
@@ -336,12 +336,12 @@ def compile_graph(
 
 
 def asks_for_errors(error: Exception) -> bool:
-    """Whether the user wants to be told by an error that something is compiled anew, and this may be it."""
+    """Whether the user asked for an error where something is compiled again, and this may be it."""
     return isinstance(error, _RecompileError) or stance() == "fail_on_recompile"
 
 
 def stance() -> str:
-    """What `torch.compiler.set_stance` has set: "default" unless somebody did."""
+    """What `torch.compiler.set_stance` has set, "default" without it."""
     return str(_eval_frame._stance.stance)
 
 
@@ -369,7 +369,7 @@ def measure_no_guards() -> None:
 def let_go_of_nodes(graph_module: fx.GraphModule) -> None:
     """For a graph that Dynamo has traced, once it is compiled.
 
-    AOTAutograd's callable keeps the module, of which nobody needs more than names, and the nodes would stay as long as
+    AOTAutograd's callable keeps the module, of which only names are needed, and the nodes would stay as long as
     the code, with all that they know: 34 MiB for 600 parameters (torch 2.13).
     """
     graph_module._graph = fx.Graph()  # `graph = ` would compile the empty one

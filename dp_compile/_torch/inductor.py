@@ -77,7 +77,7 @@ def compile_forward_with_inductor(
 ) -> Callable[..., Any]:
     """As `torch.compile` does by itself, with `options`, and with `graph_pass` first in the post-grad stage.
 
-    Of the forward and, later, of its backward: the pass has to tell them apart.
+    Of the forward and, later, of its backward: the pass has to distinguish them.
     """
     patches = dict(options)
     if graph_pass is not None:
@@ -149,24 +149,24 @@ def graph_being_lowered() -> Any:
 
 
 def lower_multiplication(value: Any, factor: float) -> Any:
-    """`value * factor` among Inductor's tensors, computed by whoever reads it."""
+    """`value * factor` among Inductor's tensors, computed by its readers."""
     return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
 
 
 def lower_cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` in another dtype among Inductor's tensors, computed by whoever reads it."""
+    """`value` in another dtype among Inductor's tensors, computed by its readers."""
     return _lowerings[torch.ops.prims.convert_element_type.default](value, dtype)
 
 
 def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """Zeros among Inductor's tensors, written by whoever reads them."""
+    """Zeros among Inductor's tensors, written by their readers."""
     return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)
 
 
 def lower_collective(op: Any, sent: Any, *how: Any) -> Any:
     """What a collective, an op that returns new memory, makes of `sent` among Inductor's tensors.
 
-    Until the result is waited for by `wait_tensor`, nobody writes to what is sent or gets its memory.
+    Until the result is waited for by `wait_tensor`, what is sent is not written to, and its memory not given away.
     """
     return _ir.TensorBox.create(cast(Any, _ir._CollectiveKernel.create_out_of_place(op, sent, *how)))
 

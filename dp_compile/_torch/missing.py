@@ -1,4 +1,4 @@
-"""What is said when the installed torch lacks a private name."""
+"""The error where the installed torch lacks a private name."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _more: Final[Counter[str]] = Counter()
 class Pairs(dist.Work):
     """A message to each other rank of a group and one from each. Owns the memory of both until it is waited for.
 
-    It stays in `_in_flight` until then, whoever drops it: gloo reads nothing more from a connection once the buffer of
-    a posted receive was freed (torch 2.13: gloo/transport/tcp/pair.cc), so every later exchange would time out.
+    It stays in `_in_flight` until then, also if it is dropped: gloo reads nothing more from a connection once the
+    buffer of a posted receive was freed (torch 2.13: gloo/transport/tcp/pair.cc): every later exchange would time out.
     """
 
     def __init__(self, messages: Sequence[dist.Work], memory: Sequence[torch.Tensor], group: str) -> None:
@@ -99,7 +99,7 @@ def _exchange(part_for: Callable[[int], torch.Tensor], received: torch.Tensor, s
     group = distributed.group_of_name(name)
     ranks, rank = group.size(), group.rank()
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
-    # gloo's receive is a range of the profiler until it is waited for. If that is behind the profiler's end, its time
+    # gloo's receive is a range of the profiler until it is waited for. If that is after the profiler's end, its time
     # is written into memory that the profiler has freed, and the process dies sooner or later (torch 2.13).
     _enable_record_function(False)
     try:

@@ -2,9 +2,7 @@
 
 torch serializes a graph as Python code and traces that again (2.13, `torch.fx.graph_module.reduce_graph_module`). A
 call that is given no tensor, as of `full` or `iota`, runs while it traces, and a tensor of full size stands in the
-graph instead. What is captured from that depends on an attribute, so it is never kept, and gradients that are made from
-such tensors are not computed in their buckets: whoever had tried a model with plain `torch.compile` first compiled its
-captured backward in every process, from then on.
+graph instead. Gradients that are made from such tensors are not computed in their buckets, in every warm start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors without values, which have a shape, a dtype and a device: whoever computes with one is told why not.
+"""Tensors with a shape, a dtype and a device, and no values: to compute with one is an error that says why.
 
 Costs nothing to load.
 """

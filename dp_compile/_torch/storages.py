@@ -13,7 +13,7 @@ from dp_compile._torch.autograd import as_outermost_code
 
 
 def holders(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that are the same again once nobody holds more of a tensor's memory than when they were asked for.
+    """Two numbers that are the same again once no more holds a tensor's memory than when they were asked for.
 
     How many tensors, arrays and so on lie in it; and how many hold its storage as an object of Python, of which there
     is one that everybody gets, so that the first number does not show them (torch 2.13).

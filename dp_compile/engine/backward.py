@@ -99,7 +99,7 @@ class _Call(NamedTuple):
         """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end.
 
         Raises:
-            NotImplementedError: the backward is inside a capture of its own thread.
+            NotImplementedError: the backward is inside a capture in the same thread.
         """
         deadline: float | None = None
         while True:
@@ -170,7 +170,7 @@ def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tens
 
 
 def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Sequence[Replica]) -> None:
-    """torch 2.13 loses what an inner backward adds to a parameter behind a node that a captured one shares.
+    """torch 2.13 loses what an inner backward adds to a parameter through a node that a captured one shares.
 
     A cast is such a node, by a mixed precision policy or by hand, if it is made once and used inside of a reentrant
     checkpoint and outside of it.
@@ -303,7 +303,7 @@ def _check_alone(replicas: Sequence[Replica]) -> None:
         if arrivals is not None and not (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
             raise ReductionError(
                 f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
-                "operator. Their gradients cannot be told apart: run one after the other."
+                "operator. Concurrent backward passes are not supported: run one after the other."
             )
 
 
@@ -417,7 +417,7 @@ def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], 
     """Inside, no hook is called of parameters that compiled code is given and does not use, the user's neither.
 
     A policy of mixed precision casts every parameter where a forward starts. The code of a batch that goes past some of
-    them has their casts, and no gradient. The engine hands that on, and torch calls hooks behind it (2.13). In a
+    them has their casts, and no gradient. The engine hands that on, and torch calls hooks after it (2.13). In a
     captured backward, and with torch's DDP, such parameters are unused.
 
     Args:
@@ -450,7 +450,7 @@ def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], 
 
 
 def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
-    """What a rank does after a synchronised backward of its own."""
+    """What a rank does after a synchronised backward that it has run."""
     if replica.uneven is not None:
         replica.uneven.rescale()
     reduced = {}
@@ -510,7 +510,7 @@ def _state_of(call: _Call) -> BackwardState:
 def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], bool]:
     """Walk the autograd graph, depth first, until everything there is to know is known.
 
-    The first leaf is usually a parameter behind a compiled backward, so this ends after a few nodes.
+    The first leaf is usually a parameter next to a compiled backward, so this ends after a few nodes.
 
     Returns:
         The modules; parameters of no module; and whether AOTAutograd compiled a part of it, or it is captured anyway.
@@ -573,7 +573,7 @@ def _node_of(output: Any) -> Any:
 
 
 def _leaf_of(given: Any) -> torch.Tensor | None:
-    """The tensor behind what `inputs` holds: a tensor, or an edge of the graph."""
+    """The leaf that an element of `inputs` stands for, which is a tensor or an edge of the graph."""
     return given if isinstance(given, torch.Tensor) else autograd.leaf_behind(getattr(given, "node", None))
 
 

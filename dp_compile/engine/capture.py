@@ -53,7 +53,7 @@ class CapturedBackward:
             # Another thread's backward slipped into our window: run it as it is.
             return torch.compiler.disable(self._graph_module.forward)(inputs, sizes, scalars, hooks, packed)
         backward.ran = True
-        # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes for whoever calls
+        # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes where user code calls
         # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
         with window.Outside(), dynamo.without_autocast():
             return self._run(backward, inputs, (sizes, scalars, hooks, packed))
@@ -75,7 +75,7 @@ class CapturedBackward:
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):
             # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
-            # Or code that writes to parameters cannot be sure any more what reads them: it is made anew next time.
+            # Or code that writes to parameters cannot be sure any more what reads them: it is made again next time.
             del self._compiled[binding]
         except DPCompileError:
             raise
@@ -104,7 +104,7 @@ class CapturedBackward:
             return self._bound[1]
         for hook, call in zip(mine, sites.hook_calls, strict=True):
             if hook is not None and hook.replica is None:
-                hook(inputs[call.parameter])  # says that nobody reduces it any more
+                hook(inputs[call.parameter])  # raises: no hook reduces it any more
         ordinal = {id(replica): position for position, replica in enumerate(replicas)}
         hooked = tuple(
             (ordinal[id(hook.replica)], hook.index) if hook is not None and id(hook.replica) in ordinal else None

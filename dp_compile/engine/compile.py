@@ -155,7 +155,7 @@ class CompiledBackward:
                     assert grad is not None
                     # A copy: compiled autograd hands it over as well where the parameter's node is reached by no
                     # gradient, and Dynamo (torch 2.13) fails on a tensor that stands twice in that list; and one view
-                    # of a bucket beside another to which is added is more than AOTAutograd can trace with dynamic
+                    # of a bucket next to another to which is added is more than AOTAutograd can trace with dynamic
                     # shapes.
                     yield own_part(grad).detach().clone()
             for index in range(len(replica.parameters)) if replica.comm_hook is not None else ():
@@ -211,7 +211,7 @@ class CompiledBackward:
 
     def _compile_whole(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that is called with the whole backward, by Dynamo or in its place."""
-        self._log = log = _CompileLog()  # Dynamo has started anew: it threw away what it compiled before
+        self._log = log = _CompileLog()  # Dynamo has started again: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
         self._check_reductions(found, graph_module.graph)
         log.graphs, log.reductions = 1, sum(found.values())
@@ -266,7 +266,7 @@ class CompiledBackward:
         whole = inductor.ChainedPass(inductor.Keyed(OwnMemory()), pipeline)
         crosses = tuple(tuple(each.crosses for each in wanted) for wanted in self._binding.wanted)
         if self._updates and any(map(any, crosses)):
-            # Behind all of it: every reduction has its wait until here.
+            # After all of it: every reduction has its wait until here.
             whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
         is_inductor = self._replicas[0].config.backend == "inductor"
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
@@ -402,7 +402,7 @@ class _Plain:
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
-    """A step that compiles is many times as long as others; in the middle of a training nobody expects it."""
+    """Warn of a compilation in the middle of a training: such a step is many times as long as others."""
     for replica in replicas:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done

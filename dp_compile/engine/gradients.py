@@ -76,7 +76,7 @@ def lay_out(parameter: torch.Tensor) -> None:
 
 
 def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
-    """The gradient of a parameter as a sparse tensor of its rows, coalesced, in memory of its own.
+    """The gradient of a parameter as a sparse tensor of its rows, coalesced, in new memory.
 
     Without a gradient, and if this rank is `absent`, it has no rows.
 

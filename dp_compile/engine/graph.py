@@ -3,15 +3,15 @@
     compiled autograd's graph               what is compiled
       accumulate_grad(p, g)                   accumulate_grad(p, g)
       call_hook(GradHook, p)          ->      call_hook(another hook, p)      hooks of the user's
-      call_hook(another hook, p)              reduce_accumulated(p, ...)      behind all of them
+      call_hook(another hook, p)              reduce_accumulated(p, ...)      after all of them
       ...                                     ...
       return []                               reduce the gradients that are missing, and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
 
 Where that is all, `without_python` makes what Dynamo would make of it; else Dynamo does.
 
-Every graph holds one reduction for each gradient of the plan, whatever this rank's backward produced, so every rank
-runs the same collectives.
+Every graph holds one reduction for each gradient of the plan, also where this rank's backward produced none: every
+rank runs the same collectives.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Binding:
     wanted: tuple[tuple[Wanted, ...], ...] = ()
     """What optimizers update in it, of each replica."""
     layouts: Layouts = ()
-    """Beside DTensor parameters: how the gradients lie that parameters had before. Dynamo does not look at that."""
+    """With DTensor parameters: the layouts of gradients from before. Dynamo does not guard on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class _Builder:
         """Those that are in the graph."""
 
     def take(self) -> fx.Node:
-        """The next tensor that is given beside the engine's (`CompiledBackward._extra_inputs`).
+        """The next of the tensors that follow the engine's (`CompiledBackward._extra_inputs`).
 
         Taken at the start: compiled code empties the list of inputs.
         """
@@ -183,7 +183,7 @@ class _Builder:
     def place_reductions(self) -> None:
         """Put a reduction in the place of the calls of our hooks.
 
-        A reduction stands behind all hooks of its parameter: those of the user's see the rank's own gradient, and may
+        A reduction comes after all hooks of its parameter: those of the user's see the rank's own gradient, and may
         change it, whenever they were set, as with torch's DDP.
         """
         sites, binding = self.captured.sites, self.captured.binding
@@ -224,7 +224,7 @@ class _Builder:
         return results
 
     def source(self, ordinal: int, index: int) -> fx.Node:
-        """What a rank contributes for flags, whose index is behind the last parameter, or for an unused parameter."""
+        """What a rank contributes for flags, whose index follows the last parameter, or for an unused parameter."""
         parameters = self.replicas[ordinal].parameters
         if index == len(parameters) or (ordinal, index) in self.captured.binding.kept:
             taken = self.take()
@@ -282,7 +282,7 @@ def reduce_accumulated(
     replica: int,
     *factors: torch.Tensor,
 ) -> torch.Tensor:
-    """Traced behind a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
+    """Traced after a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
 
     A hook may have dropped it: then this rank adds zeros, as with torch's DDP.
     """
@@ -370,7 +370,7 @@ def without_python(
     Args:
         module: made by `with_reductions`.
         inputs: what it is going to be called with.
-        example: the same for whoever compiles it.
+        example: the same as fake tensors, for the compiler.
 
     Returns:
         A graph that takes one list of tensors and returns reduced flags and missing gradients, then gradients; and of

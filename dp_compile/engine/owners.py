@@ -14,7 +14,7 @@ from dp_compile.errors import ModuleError
 
 
 class Owners:
-    """Which replica a parameter belongs to. Holds no module alive, and a replica as long as a module of its own."""
+    """Which replica a parameter belongs to. Holds no module alive, and a replica as long as one of its modules."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}
