@@ -264,7 +264,7 @@ class BucketPlan:
 class Layout:
     """How members lie in their buckets.
 
-    A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
+    A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its size
     rounded up to a power of two, so that small gradients are not mostly padding. `uncoalesced` gradients, by name, keep
     their own memory, unless ranks keep parts of their bucket or a Python hook takes the whole of it. Such a hook
     finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
@@ -311,7 +311,7 @@ def partition_by_size(
     first_cap_nbytes: float,
     open_after: Collection[int] = (),
 ) -> Partition:
-    """A bucket is closed when it holds its cap, the first of each key a cap of its own; not `open_after` a position.
+    """A bucket is closed when it holds its cap, the first of each key at another one; not `open_after` a position.
 
     Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key.
     """
@@ -364,7 +364,7 @@ def plan_buckets(
 def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
     """Each gradient for itself, in the given order: what runs when no pass makes buckets.
 
-    Row by row whatever the parameter's memory order, as the op does that is left in the graph then.
+    Row by row in any memory order of the parameter, as the op does that is left in the graph then.
     """
     buckets = []
     for gradient in gradients:

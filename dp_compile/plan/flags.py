@@ -7,7 +7,7 @@
 | one                     | parameters were changed here that had gradients which were not reduced            |
 | two                     | they were changed after a local backward whose gradients were dropped; were not   |
 
-Only zero and not zero are told from each other, so the elements survive averaging over any number of ranks in float64,
+Only zero and not zero are distinguished, so the elements survive averaging over any number of ranks in float64,
 float32 and bfloat16, in float16 as far as `Averaging.reduction` allows it (`MOST_IN_FLOAT16`). No lossy codec carries
 them. A bit that is not zero together with its complement means that ranks sent different numbers: they reduced
 different modules. So for the last two: sharpness-aware minimisation moves parameters on every rank, and what only some
