@@ -140,7 +140,7 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def launches(graph: fx.Graph) -> list[str]:
-    """The buckets in the order in which a graph launches them: `replica.number`."""
+    """The buckets in the order in which a graph launches them: `replica.module.number`."""
     found = [provenance_of(node) for node in graph.nodes if is_all_reduce(node)]
     return [provenance.unit for provenance in found if provenance is not None]
 

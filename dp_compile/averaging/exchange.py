@@ -86,7 +86,7 @@ def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGr
     ranks = set(dist.get_process_group_ranks(process_group)) if dist.get_rank(process_group) >= 0 else set()
     for replica, averaged in indices.items():
         if ranks.issuperset(dist.get_process_group_ranks(replica.group.process_group)):
-            replica.local.made_equal(averaged)
+            replica.state.local.made_equal(averaged)
 
 
 class Exchange:

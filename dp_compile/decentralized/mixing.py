@@ -154,7 +154,7 @@ class Mixer:
         if replica is None or not replica.config.check_reductions or now == self._versions:
             return
         pairs = zip(self._versions, now, strict=True)
-        changed = [i for i, (then, new) in enumerate(pairs) if then != new and i not in replica.local.exempt]
+        changed = [i for i, (then, new) in enumerate(pairs) if then != new and i not in replica.state.local.exempt]
         if changed:
             warn_once(
                 logger,

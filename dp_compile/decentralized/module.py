@@ -107,7 +107,7 @@ def decentralize(
             chosen = _topology(topology, replica.group.world_size, local_world_size)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
-            replica.adopt(Planned(plan_of(replica, bucket_size_in_mb)), replica.ready)
+            replica.adopt(Planned(plan_of(replica, bucket_size_in_mb)), replica.planning.ready)
         edges = hashlib.sha256(repr(chosen.steps).encode()).hexdigest()[:8]
         agree_in_call(replica, {
             "topology": f"{chosen.name}, period {chosen.period}, edges {edges}",
@@ -129,7 +129,7 @@ def decentralize(
     except BaseException:
         unreplicate(module)
         raise
-    replica.revisions.due, replica.strategy, replica.reduces_gradients = (), "fixed", False
+    replica.planning.due, replica.planning.strategy, replica.state.reduces_gradients = (), "fixed", False
     replica.after.updates.append(updates)
     inner = behind(module)
     inner.__class__ = _decentralized_class(type(inner))
@@ -200,7 +200,7 @@ class DecentralizedModule(nn.Module):
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Whether backwards only accumulate gradients from now on, as in `no_sync()`."""
-        replica_of(self).sync = not enable
+        replica_of(self).state.sync = not enable
 
     def set_adaptive_factor(self, factor: float) -> None:
         """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay.

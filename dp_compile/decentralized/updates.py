@@ -10,14 +10,14 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_compile.decentralized.mixing import Mixer
 from dp_compile.decentralized.topologies import Edge
-from dp_compile.engine.updates import Wanted
+from dp_compile.engine.sinks import Wanted
 from dp_compile.errors import ReductionError
 
 CLIPS = ("bucket", "global")
 
 
 class MixingUpdates:
-    """What follows a backward of a module whose gradients are not reduced (`engine/updates.py`).
+    """What follows a backward of a module whose gradients are not reduced (`engine/sinks.py`).
 
     Args:
         optimizer: over parameters of the module, of all or of some.

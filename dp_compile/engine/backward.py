@@ -145,12 +145,12 @@ def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...
         raise
     finally:
         for replica in state.late:
-            replica.arrivals_in = None
+            replica.state.arrivals_in = None
     for replica in state.replicas:
-        if not replica.sync:
-            replica.local.backward_ended()
-        if replica.precision is not None and not call.keep_graph:
-            replica.precision.backward_has_ended()
+        if not replica.state.sync:
+            replica.state.local.backward_ended()
+        if replica.module.precision is not None and not call.keep_graph:
+            replica.module.precision.backward_has_ended()
     return result
 
 
@@ -198,7 +198,7 @@ def _reduce_late(state: BackwardState) -> None:
         replica.history.backwards["eager hooks"] += 1
         with Watched([replica]), updates.OneBackward([replica], keep_graph=False):
             reduction_round.finish()
-            replica.arrivals_in = None
+            replica.state.arrivals_in = None
             _complete(replica, ())
 
 
@@ -207,7 +207,7 @@ def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
     names: dict[Replica, list[str]] = {}
     for each in inputs:
         found = owners.find(each)
-        if found is not None and found[0].sync and found[0].group.world_size > 1:
+        if found is not None and found[0].state.sync and found[0].group.world_size > 1:
             names.setdefault(found[0], []).append(found[0].names[found[1]])
     for replica, of_module in names.items():
         warn_once(
@@ -247,8 +247,8 @@ def _meet(state: BackwardState) -> None:
     """Where ranks talk before a backward is reduced. The order is a protocol: ranks without inputs hear of it first."""
     state.is_announced = True
     for replica in state.synced:
-        replica.local.begin()
-    for uneven in [replica.uneven for replica in state.synced if replica.uneven is not None][:1]:
+        replica.state.local.begin()
+    for uneven in [replica.state.uneven for replica in state.synced if replica.state.uneven is not None][:1]:
         uneven.announce(state.synced)
     for replica in state.synced:
         revise_if_due(replica)
@@ -264,7 +264,7 @@ def _leave(state: BackwardState, error: BaseException) -> None:
         return
     if is_of_other_ranks(error) or (state.is_announced and state.launches is None):
         # They do not come, or hear of it where they meet.
-        leave({each: 0 for each in synced if state.launches is not None and each.local.reduced}, error)
+        leave({each: 0 for each in synced if state.launches is not None and each.state.local.reduced}, error)
         return
     try:
         if state.launches is None:
@@ -273,10 +273,10 @@ def _leave(state: BackwardState, error: BaseException) -> None:
         launches = dict[Replica, int]()
         for replica, before in zip(synced, state.launches, strict=True):
             # Modules that share a group launch one after the other.
-            earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
+            earlier = sum(launches[each] for each in launches if each.planning.groups == replica.planning.groups)
             stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
             launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
-        settle([replica for replica in synced if replica.local.reduced is None])
+        settle([replica for replica in synced if replica.state.local.reduced is None])
         leave(launches, error)
         _follow(state, error)
     except Exception as another:
@@ -287,19 +287,19 @@ def _leave(state: BackwardState, error: BaseException) -> None:
 
 def _follow(state: BackwardState, error: BaseException) -> None:
     """Where other ranks have the gradients, take part in what they do with them."""
-    others = [replica for replica in state.synced if replica.local.reduced]
+    others = [replica for replica in state.synced if replica.state.local.reduced]
     for replica in others:
         if replica not in state.completed:
             with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
                 complete_backward(replica, {})
     for replica in others:
-        for each in () if replica.rehearses else replica.after.updates:
+        for each in () if replica.state.rehearses else replica.after.updates:
             each.left_out(error)
 
 
 def _check_alone(replicas: Sequence[Replica]) -> None:
     for replica in replicas:
-        arrivals = replica.arrivals_in
+        arrivals = replica.state.arrivals_in
         if arrivals is not None and not (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
             raise ReductionError(
                 f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
@@ -354,7 +354,7 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
 
     replicas = state.replicas
     known = [len(replica.history.captures) for replica in replicas]
-    arrivals = {each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}
+    arrivals = {each: NoArrivals(each) if each.state.sync else LocalArrivals(each) for each in replicas}
     with capture() as begun, reporting(arrivals):
         try:
             result = call.run()
@@ -371,14 +371,14 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
         _remember(state, state.obstacle)
         return result
     for replica, before in zip(replicas, known, strict=True):
-        replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
+        replica.history.backwards["captured" if replica.state.sync else "captured without sync"] += 1
         if len(replica.history.captures) > before:
             replica.history.structures[_structure(state.outputs)] = COMES_AGAIN
     for replica in state.synced:  # it has sent its flags before its hooks ran: what they changed is found here
-        replica.local.note_steps()
-        if replica.local.stepped:
-            indices = sorted(replica.local.stepped)
-            replica.local.stepped.clear()
+        replica.state.local.note_steps()
+        if replica.state.local.stepped:
+            indices = sorted(replica.state.local.stepped)
+            replica.state.local.stepped.clear()
             raise ReductionError(stepped_message(replica, indices))
     return result
 
@@ -407,7 +407,7 @@ def _run_eagerly(state: BackwardState, obstacle: str, call: _Call) -> tuple[torc
 
 def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
     for replica in replicas:
-        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
+        replica.history.backwards["eager hooks" if replica.state.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.reduces]
     warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
@@ -451,8 +451,8 @@ def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], 
 
 def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     """What a rank does after a synchronised backward that it has run."""
-    if replica.uneven is not None:
-        replica.uneven.rescale()
+    if replica.state.uneven is not None:
+        replica.state.uneven.rescale()
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
@@ -477,7 +477,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
         DesyncError: parameters are not the same on all ranks any more.
     """
     if replica.config.broadcast_buffers:
-        source = 0 if replica.uneven is None else replica.uneven.source
+        source = 0 if replica.state.uneven is None else replica.state.uneven.source
         distributed.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES, source)
     replica.count_synced()
     if replica.config.check_nan:
@@ -499,10 +499,10 @@ def _state_of(call: _Call) -> BackwardState:
         replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
     elif not replicas:
         for replica in owners if strangers else ():  # every parameter of a module may be a new one
-            if replica.sync and replica.config.check_reductions:
+            if replica.state.sync and replica.config.check_reductions:
                 refuse_unreduced(replica, strangers)
     # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
-    in_order = tuple(sorted(replicas, key=lambda replica: -replica.number))
+    in_order = tuple(sorted(replicas, key=lambda replica: -replica.module.number))
     synced = tuple(replica for replica in in_order if replica.reduces)
     return BackwardState(call.tensors, in_order, synced, is_compiled=is_compiled)
 
@@ -582,9 +582,9 @@ def _obstacle(state: BackwardState, call: _Call) -> str | None:
     replicas = state.replicas
     if not state.is_compiled:
         return "its forward was not compiled; call torch.compile(model) for one graph with fused all-reduces"
-    if any(replica.dtensors for replica in replicas) and _computes_with_dtensors(call.tensors):
+    if any(replica.module.dtensors for replica in replicas) and _computes_with_dtensors(call.tensors):
         return "operations on DTensors in it were not compiled"
-    if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.dtensors):
+    if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.module.dtensors):
         return "it adds to gradients that are DTensors in buckets, which this torch does not trace"
     return (
         _obstacle_of_modules(replicas)
@@ -605,15 +605,18 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
     called = next((hook for each in replicas if (hook := each.called_hook) is not None), None)
     if called is not None:
         return f"comm hook {called.name} is called with each bucket"
-    if any((each.passes, each.config.backend) != (replicas[0].passes, replicas[0].config.backend) for each in replicas):
+    if any(
+        (each.planning.passes, each.config.backend) != (replicas[0].planning.passes, replicas[0].config.backend)
+        for each in replicas
+    ):
         return "modules in it have different passes or backends"
     if any(len(replica.history.captures) >= MOST_CAPTURES for replica in replicas):
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
-    if not all(replica.reduces_gradients for replica in replicas):
+    if not all(replica.state.reduces_gradients for replica in replicas):
         return "no gradient of a module in it is reduced"
-    if any(replica.sparse for replica in replicas):
+    if any(replica.module.sparse for replica in replicas):
         return "gradients in it are sparse"
-    if any(replica.beside_shards for replica in replicas):
+    if any(replica.module.beside_shards for replica in replicas):
         return "parts of the module are managed by fully_shard"
     return None
 
@@ -621,7 +624,7 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
 def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
     """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
     history = replicas[0].history
-    all_at_once = history.compiled_for_plan() < AT_ONCE or replicas[0].rehearses
+    all_at_once = history.compiled_for_plan() < AT_ONCE or replicas[0].state.rehearses
     if all_at_once and not history.refused:
         return None
     structure = _structure(outputs)

@@ -159,7 +159,7 @@ class LaunchesForPlan(Observer):
     def _note(self, clock: LaunchClock) -> None:
         replica = self._of()
         if replica is not None and not clock.voided and (seen := clock.result()) is not None:
-            replica.revisions.launches.append(seen)
+            replica.planning.launches.append(seen)
 
 
 def revise_if_due(replica: Replica) -> None:
@@ -170,7 +170,7 @@ def revise_if_due(replica: Replica) -> None:
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
-    backwards = replica.history.synced_backwards - replica.revisions.settled_after
+    backwards = replica.history.synced_backwards - replica.planning.settled_after
     if replica.awaits(Revision.FROM_LAUNCHES) and backwards > (replica.config.replan_after or 0):  # one is compiled
         times = _measured(replica)
         revise(replica, times, None if times is None else _measured_cost(replica))
@@ -178,13 +178,13 @@ def revise_if_due(replica: Replica) -> None:
 
 def _measured(replica: Replica) -> ReadyTimes | None:
     """What the slowest rank saw; `None` if some rank could not measure."""
-    own = asdict(typical(replica.revisions.launches)) if replica.revisions.launches else None
+    own = asdict(typical(replica.planning.launches)) if replica.planning.launches else None
     said = exchange(table_in_backward(replica), meeting(replica, "launches"), own)
     seen = [Launches(tuple(each["launch_s"]), each["backward_s"]) for each in said if each is not None]
     if len(seen) < len(said) or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
         logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
         return None
-    return measured_times(replica.plan, slowest(seen), replica.ready)
+    return measured_times(replica.plan, slowest(seen), replica.planning.ready)
 
 
 def _measured_cost(replica: Replica) -> AllReduceCost | None:

@@ -97,7 +97,7 @@ class CapturedBackward:
         mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
         existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
         layouts: Layouts = ()
-        if any(replica.dtensors for replica in replicas):
+        if any(replica.module.dtensors for replica in replicas):
             layouts = tuple(placements_of(inputs[position].grad) for position in sites.accumulations)
         met = mine, existing, layouts, wanted, [(weakref.ref(each), each.reduces, each.plan) for each in replicas]
         if self._bound is not None and met == self._bound[0]:
@@ -118,10 +118,10 @@ class CapturedBackward:
             if (position, index) not in got and parameter.grad is not None
         )
         for position, replica in enumerate(replicas):
-            if replica.config.check_reductions and replica.sync:
+            if replica.config.check_reductions and replica.state.sync:
                 of_replica = [place[1] for place in hooked if place is not None and place[0] == position]
                 check_gradients_have_hooks(replica, of_replica, [inputs[each] for each in sites.accumulations])
-        code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
+        code_keys = tuple((replica.planning.code_key, replica.reduces) for replica in replicas)
         binding = Binding(code_keys, hooked, tuple(existing), kept, wanted, layouts)
         is_complete = len(hooked) - hooked.count(None) == sum(len(each.parameters) for each in replicas)
         if is_complete and not sites.unhooked:  # else it depends on parameters that `met` does not compare
@@ -132,7 +132,7 @@ class CapturedBackward:
         """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
         synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.awaits(Revision.FROM_GRAPH)]
-        assumed = [each for each in synced if each.ready.basis == ASSUMED]
+        assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
         estimates, collectives = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
@@ -142,8 +142,10 @@ class CapturedBackward:
         times = {replica: ReadyTimes(found, None, ESTIMATED, collectives) for replica, found in shares.items()}
         settle(synced, times)
         for replica in assumed:
-            if replica.ready.basis == ASSUMED and replica in times:  # its plan needs none; they tell people more
-                replica.ready = times[replica]
+            if (
+                replica.planning.ready.basis == ASSUMED and replica in times
+            ):  # its plan needs none; they tell people more
+                replica.planning.ready = times[replica]
         return bool(awaited)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:

@@ -108,8 +108,8 @@ class CompiledBackward:
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
-            if not replica.sync:
-                replica.local.used.update(self._used[ordinal])
+            if not replica.state.sync:
+                replica.state.local.used.update(self._used[ordinal])
         self.has_begun = False
         inputs.extend(self._extra_inputs(replicas))
         self._replicas, self._settling = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
@@ -140,14 +140,14 @@ class CompiledBackward:
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `with_reductions`: factors; per replica flags, old gradients of unused parameters, state."""
         for ordinal in self._synced:
-            for index in sorted(replicas[ordinal].dtensors.intersection(self._unused[ordinal])):
+            for index in sorted(replicas[ordinal].module.dtensors.intersection(self._unused[ordinal])):
                 lay_out(replicas[ordinal].parameters[index])  # of earlier backwards, without synchronisation
             yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             used = self._used[ordinal]
-            if replica.local.used:
-                used = tuple(sorted({*used, *replica.local.used}))
+            if replica.state.local.used:
+                used = tuple(sorted({*used, *replica.state.local.used}))
             yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:
@@ -158,7 +158,7 @@ class CompiledBackward:
                     # of a bucket next to another to which is added is more than AOTAutograd can trace with dynamic
                     # shapes.
                     yield own_part(grad).detach().clone()
-            for index in range(len(replica.parameters)) if replica.comm_hook is not None else ():
+            for index in range(len(replica.parameters)) if replica.planning.comm_hook is not None else ():
                 yield from replica.state_of_hook(index).values()
 
     def _settle(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
@@ -168,7 +168,7 @@ class CompiledBackward:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             flags = next(remaining)
             averages = [None if index in replica.after.scattered else next(remaining) for index in unused]
-            replica.local.used.clear()
+            replica.state.local.used.clear()
             try:
                 replica.hand_out(unused, averages, replica.used_by_nobody(unused, flags))
                 read_flags(replica, flags, unused)
@@ -279,7 +279,7 @@ class CompiledBackward:
         shares: tuple[int, ...] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> Pipeline:
-        passes = self._replicas[0].passes
+        passes = self._replicas[0].planning.passes
         passes = (*passes, PlaceUpdates(shares)) if self._updates else passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
@@ -293,7 +293,7 @@ class CompiledBackward:
         return events.Compilation(
             replicas=self._settling,
             plans=self._plans,
-            passes=self._replicas[0].passes,
+            passes=self._replicas[0].planning.passes,
             inputs=tuple(inputs),
             world_size=max(replica.group.world_size for replica in self._replicas),
             backend=self._replicas[0].config.backend,
@@ -316,7 +316,7 @@ class CompiledBackward:
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan; with the factors that are given in this backward.
             plans = tuple(replica.plan for replica in self._replicas)
-            memories = [replica.bucket_memory for replica in self._replicas]
+            memories = [replica.state.bucket_memory for replica in self._replicas]
             with Running(plans, memories, optimizers), self._events or _NOTHING:
                 return compiled(*args)
 
@@ -406,8 +406,8 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
     for replica in replicas:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
-        is_late = (quiet >= QUIET_BACKWARDS or replica.is_warmed_up) and not replica.rehearses
-        if is_late and not (done and replica.revisions.settled_after == done):  # a new plan was asked for
+        is_late = (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.rehearses
+        if is_late and not (done and replica.planning.settled_after == done):  # a new plan was asked for
             logger.warning(
                 "synchronised backward %d was compiled anew: the step took %.1f s longer for that, and more if its "
                 "forward was, too. A size, a set of used parameters or a mode that is new does that; "

@@ -412,8 +412,8 @@ def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str,
         message: with places for `args`.
         key: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
     """
-    new = [replica for replica in replicas if (key or message) not in replica.said]
+    new = [replica for replica in replicas if (key or message) not in replica.state.said]
     for replica in new:
-        replica.said.add(key or message)
+        replica.state.said.add(key or message)
     if new:
         logger.warning(message, *args)

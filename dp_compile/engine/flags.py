@@ -77,14 +77,14 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     errors a one says "unused here", so that nothing but zeros means that all is well.
     """
     told = tuple(used if replica.config.may_be_unused else unused)
-    stepped, moved = bool(replica.local.stepped), replica.local.moved or bool(replica.local.missed)
+    stepped, moved = bool(replica.state.local.stepped), replica.state.local.moved or bool(replica.state.local.missed)
     this, key = _of(replica), (told, stepped, moved)
     if this.sent is None or this.sent[0] != key:
         elements = [0.0] * len(replica.parameters)
         for index in told:
             elements[index] = 1.0
         # Not the plan, which a first captured backward settles when its flags are made; `plan_sync` compares plans.
-        elements += more_elements(replica.topic, stepped=stepped, moved=moved)
+        elements += more_elements(replica.module.topic, stepped=stepped, moved=moved)
         this.sent = (key, _made(replica, elements))
     return this.sent[1]
 
@@ -95,8 +95,8 @@ def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
     These flags count as read.
     """
     _settled[replica.group.name] += 1
-    replica.local.stepped.clear()
-    replica.local.moved, replica.local.missed = False, ""
+    replica.state.local.stepped.clear()
+    replica.state.local.moved, replica.state.local.missed = False, ""
     table = table_in_backward(replica)
     if table is not None:
         key = _key_of_failure(replica, _settled[replica.group.name], dist.get_rank())
@@ -131,7 +131,7 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
     if not (replica.group.has_others and flags.is_cpu) or _are_fine(replica, flags):
         return
     if is_failed(flags[len(replica.parameters) :].tolist()):
-        replica.local.reduced = False
+        replica.state.local.reduced = False
         _settled[replica.group.name] += 1
         raise VoidBackwardError(_who_failed(replica, _settled[replica.group.name]))
 
@@ -152,7 +152,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
         VoidBackwardError: the backward failed on some rank.
     """
     _settled[replica.group.name] += 1
-    local, checks = replica.local, replica.config.check_reductions
+    local, checks = replica.state.local, replica.config.check_reductions
     stepped, moved, missed = tuple(sorted(local.stepped)) if checks else (), local.moved, local.missed
     local.stepped.clear()
     local.moved, local.missed, local.reduced = False, "", False
@@ -216,7 +216,7 @@ def _who_failed(replica: Replica, number: int) -> str:
 
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
-    own = f"the module of {replica.names[0]}, number {replica.number}"
+    own = f"the module of {replica.names[0]}, number {replica.module.number}"
     said = exchange(table_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
     return (
         "the ranks reduced different modules together, so the reduced gradients are invalid: "
@@ -238,7 +238,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
     """A rank that missed a step says so; else `no_sync` differs between ranks."""
     table = table_in_backward(replica) if reduced.event is None else None
-    said = exchange(table, f"dp_compile.missed/{replica.topic}/{reduced.number}", reduced.missed)
+    said = exchange(table, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, said)) or (
         f"parameters of the module of {replica.names[0]} were changed on {'this' if reduced.moved else 'another'} rank "
         "after a backward under no_sync, and not on every rank, so the ranks differ now: is no_sync used on some ranks "
@@ -252,7 +252,7 @@ def _unused_elsewhere(replica: Replica, reduced: _Reduced) -> dict[str, list[int
     if table is None:
         somewhere = reduced.flags[: len(replica.parameters)].nonzero().flatten().tolist()
         return {"another rank": [index for index in somewhere if index not in reduced.unused]}
-    said = exchange(table, f"dp_compile.left_out/{replica.topic}/{reduced.number}", list(reduced.unused))
+    said = exchange(table, f"dp_compile.left_out/{replica.module.topic}/{reduced.number}", list(reduced.unused))
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, left_out in enumerate(said):
         if rank != table.rank:

@@ -30,7 +30,8 @@ from dp_compile._torch.dtensors import from_part, own_part, redistributed_as
 from dp_compile.comm_hooks.functional import HOOK_STATE
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.updates import InBackward, Wanted
+from dp_compile.engine.sinks import Wanted
+from dp_compile.engine.updates import InBackward
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.plan.flags import NUMBER_BITS
@@ -196,7 +197,7 @@ class _Builder:
             assert isinstance(parameter, fx.Node)
             if self.replicas[place[0]].reduces:
                 reduce: Callable[..., torch.Tensor] = reduce_accumulated
-                if place[1] in self.replicas[place[0]].dtensors:
+                if place[1] in self.replicas[place[0]].module.dtensors:
                     reduce = reduce_own_part
                 elif self.wanted.updates_parameter(place):
                     reduce = reduce_to_update
@@ -352,9 +353,9 @@ def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: To
         raise NotPlain("a hook of the user's runs in it")
     if wanted.updates or any(replica.after.scattered for replica in replicas):
         raise NotPlain("an optimizer takes part in it")
-    if any(replica.dtensors for replica in replicas):
+    if any(replica.module.dtensors for replica in replicas):
         raise NotPlain("a DTensor takes part in it")
-    if any(replica.comm_hook is not None for replica in replicas):
+    if any(replica.planning.comm_hook is not None for replica in replicas):
         raise NotPlain("a comm hook takes part in it")
 
 

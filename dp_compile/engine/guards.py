@@ -64,7 +64,7 @@ def check_intact(replica: Replica) -> None:
     if not replica.config.check_reductions or _looks_as_before(replica):
         return
     check_not_moved(replica)
-    _refuse(_FROZEN, [name for name, parameter in replica.frozen if parameter.requires_grad])
+    _refuse(_FROZEN, [name for name, parameter in replica.module.frozen if parameter.requires_grad])
     _refuse(_REPLACED, [name for name, _ in _strangers(replica)])
     _refuse(_ADDED, [name for name, _ in _added(replica)])
     _remember(replica)
@@ -102,13 +102,15 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) ->
             added since.
     """
     present = set(map(id, accumulated))
-    _refuse(_FROZEN, [name for name, parameter in replica.frozen if id(parameter) in present])
+    _refuse(_FROZEN, [name for name, parameter in replica.module.frozen if id(parameter) in present])
     if _looks_as_before(replica):
         return
     strangers, added = list(_strangers(replica)), list(_added(replica))
     _refuse(_REPLACED, [name for name, parameter in strangers if id(parameter) in present])
     _refuse(_ADDED, [name for name, parameter in added if id(parameter) in present])
-    if not (strangers or added or _moved(replica) or any(parameter.requires_grad for _, parameter in replica.frozen)):
+    if not (
+        strangers or added or _moved(replica) or any(parameter.requires_grad for _, parameter in replica.module.frozen)
+    ):
         _remember(replica)
 
 
@@ -144,7 +146,7 @@ def _looks_as_before(replica: Replica) -> bool:
 
 
 def _remember(replica: Replica) -> None:
-    root = replica.outline.root()
+    root = replica.module.outline.root()
     modules = [*(() if root is None else root.modules()), *replica.owning_modules()]
     refs = tuple(map(weakref.ref, dict.fromkeys(modules)))
     _intact[replica] = refs, _look(replica, refs)
@@ -169,7 +171,7 @@ def _refuse(why: str, names: Sequence[str]) -> None:
 def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
     """Trainable parameters that stand where others stood when the module was replicated."""
     known = _known(replica)
-    for place in replica.parameter_places:
+    for place in replica.module.parameter_places:
         parameter = place.find()
         if parameter is not None and parameter.requires_grad and id(parameter) not in known:
             yield place.name, parameter
@@ -177,7 +179,7 @@ def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _added(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
     """Trainable parameters under new names, as adapters bring them, that no other replica reduces."""
-    outline, known = replica.outline, _known(replica)
+    outline, known = replica.module.outline, _known(replica)
     root = outline.root()
     left_alone = {id(module) for each in outline.left_alone for module in each.modules()}
     for prefix, owner in () if root is None else root.named_modules():
@@ -189,7 +191,9 @@ def _added(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _known(replica: Replica) -> set[int]:
-    return {id(parameter) for parameter in (*replica.parameters, *(parameter for _, parameter in replica.frozen))}
+    return {
+        id(parameter) for parameter in (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))
+    }
 
 
 # --- equal on all ranks -----------------------------------------------------------------------------------------------
@@ -255,7 +259,7 @@ def check_parameters(replica: Replica) -> None:
         DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
     """
     every, why_not = check_parameters_every(), _why_not_compared(replica)
-    if replica in _first_steps and replica.history.synced_backwards >= 2 and not replica.rehearses:
+    if replica in _first_steps and replica.history.synced_backwards >= 2 and not replica.state.rehearses:
         tell = _first_steps.pop(replica)
         found = f"parameters were not compared between ranks: {why_not}"
         if not why_not and _are_equal(replica, _launch(replica, replica.history.synced_backwards)):
@@ -295,7 +299,7 @@ def _why_not_compared(replica: Replica) -> str:
         return "there is one rank"
     if not replica.config.check_reductions:
         return "check_reductions is False"
-    if replica.uneven is not None:
+    if replica.state.uneven is not None:
         return "inputs may be uneven"
     if every is None and replica.called_hook is not None:
         return "only the comm hook knows what they should be"

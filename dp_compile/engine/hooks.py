@@ -64,11 +64,11 @@ class GradHook:
                 f"the hook of {self.name} is being traced by a capture that is not dp_compile's. "
                 "Switch torch's own compiled autograd off around this backward."
             )
-        arrivals = replica.arrivals_in
+        arrivals = replica.state.arrivals_in
         if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
             # C++ entered the engine. What changed before and what changed in the backward look the same.
             arrivals = _open_round(replica)
-            replica.local.forget_start()
+            replica.state.local.forget_start()
         arrivals.arrive(self.index)
 
 
@@ -79,7 +79,7 @@ class LocalArrivals:
     replica: Replica
 
     def arrive(self, index: int) -> None:
-        self.replica.local.used.add(index)
+        self.replica.state.local.used.add(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +99,19 @@ class NoArrivals:
 @contextlib.contextmanager
 def reporting(arrivals: Mapping[Replica, Arrivals]) -> Iterator[None]:
     """Inside, hooks of these modules report there."""
-    before = [(replica, replica.arrivals_in) for replica in arrivals]
+    before = [(replica, replica.state.arrivals_in) for replica in arrivals]
     for replica, now in arrivals.items():
-        replica.arrivals_in = now
+        replica.state.arrivals_in = now
     try:
         yield
     finally:
         for replica, earlier in before:
-            replica.arrivals_in = earlier
+            replica.state.arrivals_in = earlier
 
 
 def install_hooks(replica: Replica) -> None:
     """Put one hook on each parameter of a replica; `Replica.hook_handles` take them off."""
-    replica.hook_handles = tuple(
+    replica.module.hook_handles = tuple(
         parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
         for index, parameter in enumerate(replica.parameters)
     )
@@ -163,7 +163,7 @@ class ReductionRound:
     def __post_init__(self) -> None:
         self._await_next()
         self.memory = (
-            self.replica.bucket_memory.in_turn(self.replica.device) if self.replica.plan.keeps_memory else None
+            self.replica.state.bucket_memory.in_turn(self.replica.device) if self.replica.plan.keeps_memory else None
         )
 
     def arrive(self, index: int) -> None:
@@ -172,7 +172,7 @@ class ReductionRound:
         Raises:
             ReductionError: the parameter arrived twice in one backward, or its gradient is sparse unexpectedly.
         """
-        if index in self.replica.dtensors:
+        if index in self.replica.module.dtensors:
             # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
             lay_out(self.replica.parameters[index])
         if index in self.arrived and self._is_launched(index):
@@ -214,11 +214,11 @@ class ReductionRound:
             if not self.absent and len(self.arrived) < len(everything):
                 self.arrived |= dict.fromkeys(sorted(self.reached()))
             if not self.absent:
-                replica.local.note_steps()
-                for index in sorted(replica.dtensors.difference(self.arrived)):
+                replica.state.local.note_steps()
+                for index in sorted(replica.module.dtensors.difference(self.arrived)):
                     lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
             unused = [index for index in everything if index not in self.arrived and not self.absent]
-            used = sorted({*self.arrived, *replica.local.used})
+            used = sorted({*self.arrived, *replica.state.local.used})
             self._launch_rest(None if self.absent else flags_to_send(replica, unused, used))
             self.averages = self._wait()
             flags = self.averages[len(replica.parameters)]
@@ -227,14 +227,14 @@ class ReductionRound:
             for flight in self.flights:
                 flight.ops.remember(left_alone)
             self._set_grads()
-            replica.local.used.clear()
+            replica.state.local.used.clear()
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
             self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else the caller, which sees the end, does this
                 replica.count_synced()
-                replica.arrivals_in = None
+                replica.state.arrivals_in = None
 
     def _launch_rest(self, flags: torch.Tensor | None) -> None:
         for bucket in self.replica.plan.buckets[len(self.flights) :]:
@@ -273,10 +273,10 @@ class ReductionRound:
 
     def _set_grads(self) -> None:
         """Let the gradients that arrived be their averages: in place, or else in the memory of the bucket."""
-        replica, is_plain = self.replica, self.replica.is_plain
+        replica, is_plain = self.replica, self.replica.module.is_plain
         scattered, parameters = replica.after.scattered, replica.parameters
         for index in self.arrived:
-            if index in replica.sparse:
+            if index in replica.module.sparse:
                 continue
             parameter = parameters[index]
             if index in scattered:
@@ -292,7 +292,7 @@ class ReductionRound:
         Ranks without one take part with no rows, and are given the average unless no rank used the parameter.
         """
         group = self.replica.group
-        for index in sorted(self.replica.sparse):
+        for index in sorted(self.replica.module.sparse):
             parameter = self.replica.parameters[index]
             with torch.no_grad():
                 average = sparse_gradient(parameter, absent=self.absent)
@@ -366,7 +366,7 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} is sparse, and no nn.Embedding or nn.EmbeddingBag of the "
                 "module says so. Use one of these, with sparse=True, or compute it with sparse=False."
             )
-        return grad if self.replica.is_plain else own_view(grad)
+        return grad if self.replica.module.is_plain else own_view(grad)
 
 
 def reduce_eagerly(
@@ -424,7 +424,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
     for replica, launched in launches.items():
         if not replica.group.has_others:
             continue
-        local = replica.local
+        local = replica.state.local
         if local.reduced is None and not is_of_other_ranks(error):
             stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]
             rest = ReductionRound(replica, absent=True, silent_launches=launched)
@@ -432,7 +432,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
             local.reduced = launched > rest.order().index((len(stages) - 1, 0))
             rest.complete_failed(error)
-        for group in () if is_of_other_ranks(error) else replica.plan_groups:
+        for group in () if is_of_other_ranks(error) else replica.planning.groups:
             pairs.wait_for_all(group)
         if local.reduced:
             number = replica.history.synced_backwards + 1
@@ -445,7 +445,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
 
 def launches_so_far(replica: Replica) -> int:
     """Collectives of any kind launched in its groups. Only differences mean something."""
-    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.plan_groups)
+    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.planning.groups)
 
 
 def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) -> None:
@@ -456,7 +456,7 @@ def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) ->
         late: takes a round of a module that the outermost one does not reach, which is to be finished at its end;
             `None`: the engine says when that is.
     """
-    arrivals = replica.arrivals_in
+    arrivals = replica.state.arrivals_in
     if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
         this = _open_round(replica, late)
         if isinstance(this, ReductionRound):
@@ -472,20 +472,20 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
         ReductionError: in `join()`; or a step, or all of a sharded one, follows the end of a backward: the end of this
             one is seen by the engine only.
     """
-    if replica.sync and (not replica.reduces_gradients or replica.after.parts_to is not None):
-        what = "sharded optimizer" if replica.reduces_gradients else "step at the end of each backward"
+    if replica.state.sync and (not replica.state.reduces_gradients or replica.after.parts_to is not None):
+        what = "sharded optimizer" if replica.state.reduces_gradients else "step at the end of each backward"
         raise ReductionError(
             f"the module of {replica.names[0]}, with a {what}, is reached only by a backward inside another one, as of "
             "reentrant checkpointing, or by one that C++ started. Use checkpoint(..., use_reentrant=False)."
         )
     if not replica.reduces:
         return LocalArrivals(replica)
-    if replica.uneven is not None:
+    if replica.state.uneven is not None:
         raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
-    replica.local.begin()
+    replica.state.local.begin()
     revise_if_due(replica)
     settle([replica])
-    this = replica.arrivals_in = ReductionRound(replica)
+    this = replica.state.arrivals_in = ReductionRound(replica)
     if late is not None:
         late[replica] = this
     else:

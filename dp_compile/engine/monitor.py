@@ -176,7 +176,7 @@ class Watched:
     __slots__ = ("_bases", "_replicas", "_since_s", "_warnings", "thread")
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = {replica.topic: replica for replica in replicas if replica.group.has_others}
+        self._replicas = {replica.module.topic: replica for replica in replicas if replica.group.has_others}
         self._warnings = 0
         self.thread = threading.get_ident()
 
@@ -299,7 +299,7 @@ class Monitor:
             return
         with self._lock:
             self._watched.add(replica)
-            _records[replica.topic] = _Record(replica.history.backwards, replica.history.synced_backwards)
+            _records[replica.module.topic] = _Record(replica.history.backwards, replica.history.synced_backwards)
             self._reconnect = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dp_compile monitor", daemon=True)
@@ -369,7 +369,7 @@ class Monitor:
                 return
             self._beat += 1
             running, modules = list(_backwards), {}
-            for topic in list(_records) if left else [each.topic for each in self._watched]:
+            for topic in list(_records) if left else [each.module.topic for each in self._watched]:
                 launched = next((n for n in (each.launched(topic) for each in running) if n is not None), None)
                 modules[topic] = _records[topic].progress(launched)
             thread = running[0].thread if running else threading.main_thread().ident

@@ -54,7 +54,7 @@ class Owners:
         self._sort()
 
     def _sort(self) -> None:
-        self._in_order = tuple(map(weakref.ref, sorted(self._forget, key=lambda replica: replica.number)))
+        self._in_order = tuple(map(weakref.ref, sorted(self._forget, key=lambda replica: replica.module.number)))
 
     def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:
         """The replica of a parameter and its index there."""

@@ -271,7 +271,7 @@ def meeting(replica: Replica, about: str) -> str:
     Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
     counts back. A rank would then read what was said the time before.
     """
-    topic = f"{replica.topic}/{about}"
+    topic = f"{replica.module.topic}/{about}"
     _meetings[topic] += 1
     return f"{topic}/{_meetings[topic]}"
 
@@ -380,8 +380,8 @@ def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | Non
     Raises:
         DesyncError: on every rank, the plan of some rank is another one. All keep the one they have.
     """
-    occasion, replica.revisions.due = replica.revisions.due[0], replica.revisions.due[1:]
-    replica.revisions.settled_after = replica.history.synced_backwards
+    occasion, replica.planning.due = replica.planning.due[0], replica.planning.due[1:]
+    replica.planning.settled_after = replica.history.synced_backwards
     if times is None:
         return
     before, planned = len(replica.plan.buckets), make_plan_again(replica, times, cost)
@@ -394,9 +394,9 @@ def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | Non
 
 def make_plan_again(replica: Replica, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
     """The plan from ready times and, if it was measured, what a collective costs: equal where these are equal."""
-    group, revisions = replica.group, replica.revisions
+    group, revisions = replica.group, replica.planning
     assert revisions.layout is not None
-    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     cost = replica.config.cost or measured or nominal_cost(group.backend, group.world_size, group.ranks_inside)
     planned = plan_optimal(gradients, cost, times, revisions.layout)
     if revisions.for_next_forward:
@@ -406,10 +406,12 @@ def make_plan_again(replica: Replica, times: ReadyTimes, measured: AllReduceCost
 
 def describe_plan(replica: Replica) -> str:
     """A plan in one line: strategy, buckets, how far the predicted end is from the best, what that rests on."""
-    certificate, buckets = replica.certificate, count(len(replica.plan.buckets), "bucket")
-    size = f"{buckets}, {format_bytes(replica.plan.nbytes)}"
+    planning, buckets = replica.planning, count(len(replica.plan.buckets), "bucket")
+    certificate, size = planning.certificate, f"{buckets}, {format_bytes(replica.plan.nbytes)}"
     if certificate is None:
-        return f"{replica.strategy}, {size}"
-    end = "" if replica.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
+        return f"{planning.strategy}, {size}"
+    end = "" if planning.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
     above = percent_above(certificate.ratio)
-    return f"{replica.strategy}, {size}, predicted end{end} {above} the best any plan could do ({replica.ready.basis})"
+    return (
+        f"{planning.strategy}, {size}, predicted end{end} {above} the best any plan could do ({planning.ready.basis})"
+    )

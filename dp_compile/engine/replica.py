@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,15 +24,13 @@ from dp_compile.engine.local_gradients import LocalGradients
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
+from dp_compile.engine.sinks import AfterReduction
 from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.passes.result import GraphPass, code_key
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import Launches, ReadyTimes
-
-if TYPE_CHECKING:
-    from dp_compile.engine.updates import Updates
 
 _numbers = itertools.count()
 
@@ -44,12 +42,21 @@ class Revision(enum.Enum):
     FROM_LAUNCHES = "after some synchronised backwards, from measured launches"
 
 
-@dataclass(eq=False, slots=True)
-class Revisions:
-    """When the plan is made anew, and what is known for that (`engine/plan_sync.py`).
+@dataclass(eq=False, slots=True, kw_only=True)
+class PlanState:
+    """How the plan came about, what realises it, and when it is made again (`engine/plan_sync.py`).
 
     Args:
-        due: the next occasion first.
+        passes: they rewrite the graph of a captured backward.
+        passes_code: what they do, as they were when the module was replicated.
+        comm_hook: the user's own reduction of a bucket.
+        ready: the ready times that the plan was made from, or that were estimated for a plan that needs none.
+        strategy: where buckets end: a name of `config.STRATEGIES`; `single`: no pass makes buckets.
+        certificate: what is known of the plan's end; `None`: no cost was given.
+        groups: the groups in which its buckets are reduced, by name.
+        code_key: replicas with equal keys can share compiled code: the model itself is never part of it.
+        factors: the numbers that compiled code is given, and tensors of them.
+        due: the occasions on which the plan is made again, the next one first.
         layout: how gradients lie in the buckets of a plan that is made again; `None`: the first plan is the last.
         for_next_forward: buckets are launched in the order in which the next forward needs them.
         settled_after: how many synchronised backwards there were before the one in which the plan was settled.
@@ -57,6 +64,15 @@ class Revisions:
         units: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given.
     """
 
+    passes: tuple[GraphPass, ...]
+    passes_code: tuple[str, ...] = ()
+    comm_hook: CommHook | None = None
+    ready: ReadyTimes
+    strategy: str
+    certificate: Certificate | None = None
+    groups: tuple[str, ...] = ()
+    code_key: str = ""
+    factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
     due: tuple[Revision, ...] = ()
     layout: Layout | None = None
     for_next_forward: bool = False
@@ -65,19 +81,42 @@ class Revisions:
     units: frozenset[str] | None = None
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class ModuleRefs:
+    """What belongs to a replicated module, and where it is found again. Holds no module.
+
+    Args:
+        frozen: parameters without gradients, by name.
+        buffer_places, parameter_places: where buffers and parameters are, by owner.
+        outline: its submodules.
+        sparse: the parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured.
+        dtensors: the parameters that are DTensors, by index: each rank reduces the part of a gradient that it holds.
+        is_plain: each gradient is reduced as it is: none is a DTensor, or complex.
+        beside_shards: parts are managed by `fully_shard`, whose own hooks do not survive a capture.
+        precision: how it computes in another dtype.
+        hook_handles: of the hooks on its parameters.
+        topic: the same on every rank of the group, and for this replica only: names its keys in the store.
+        number: of this replica in this process.
+    """
+
+    frozen: tuple[tuple[str, nn.Parameter], ...]
+    buffer_places: tuple[BufferPlace, ...]
+    parameter_places: tuple[ParameterPlace, ...]
+    outline: Outline
+    sparse: frozenset[int] = frozenset()
+    dtensors: frozenset[int] = frozenset()
+    is_plain: bool = True
+    beside_shards: bool = False
+    precision: Precision | None = None
+    hook_handles: tuple[RemovableHandle, ...] = ()
+    topic: str = ""
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
 class Arrivals(Protocol):
     """Where the hooks of a module report in one backward: its gradients arrive there."""
 
     def arrive(self, index: int) -> None: ...
-
-
-class TakesParts(Protocol):
-    """What is done with reduced gradients of which each rank has a part."""
-
-    def apply(
-        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        """Take this rank's part of a bucket, by its number in the plan, from a backward that was not captured."""
 
 
 class Uneven(Protocol):
@@ -89,21 +128,6 @@ class Uneven(Protocol):
 
     @property
     def source(self) -> int: ...
-
-
-@dataclass(eq=False, slots=True)
-class AfterReduction:
-    """What becomes of reduced gradients, beside that they are `.grad` (`engine/updates.py`, `optim/`).
-
-    Args:
-        updates: optimizers that update its parameters in the backward, each its own.
-        scattered: the parameters of whose reduced gradients each rank keeps a part only.
-        parts_to: who gets this rank's part of each bucket of those.
-    """
-
-    updates: list[Updates] = field(default_factory=list)
-    scattered: frozenset[int] = frozenset()
-    parts_to: TakesParts | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -137,9 +161,40 @@ class History:
         self.structures.clear()
 
 
-def groups_of(plan: BucketPlan) -> tuple[str, ...]:
-    """The groups in which buckets are reduced, by name."""
-    return tuple(dict.fromkeys(stage.group for bucket in plan.buckets for stage in bucket.key.reduction.stages))
+@dataclass(eq=False, slots=True, kw_only=True)
+class Switches:
+    """Of a module, also before it starts with its first forward. `sync`: the next backward is synchronised."""
+
+    sync: bool = True
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ReplicaState(Switches):
+    """What users switch between backwards, and what backwards change.
+
+    Args:
+        reduces_gradients: `False`: what follows a synchronised backward (`after.updates`) takes this rank's own
+            gradients, at its end.
+        rehearses: backwards are there to be compiled only: nothing is updated in them.
+        is_warmed_up: `warmup` has compiled for it.
+        uneven: while ranks may run out of inputs: how the others learn what this rank's next backward reduces.
+        local: the gradients of this rank that are not reduced.
+        arrivals_in: where the hooks report while a backward of this module is under way.
+        bucket_memory: of its buckets, as far as `plan.keeps_memory` says.
+        untouched: whose gradients the last synchronised backward left as they were, because no rank had used the
+            parameters.
+        said: warnings that are given once for each module, and were.
+    """
+
+    local: LocalGradients
+    reduces_gradients: bool = True
+    rehearses: bool = False
+    is_warmed_up: bool = False
+    uneven: Uneven | None = None
+    arrivals_in: Arrivals | None = None
+    bucket_memory: BucketMemory = field(default_factory=BucketMemory)
+    untouched: tuple[int, ...] = ()
+    said: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True, kw_only=True)
@@ -150,127 +205,77 @@ class Replica:
     one for each parameter, that travel in the last bucket and tell every rank which parameters some rank did not use.
     """
 
-    # What was asked: as long as the module is replicated, or until a call of the user changes it.
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
-    frozen: tuple[tuple[str, nn.Parameter], ...]
-    buffer_places: tuple[BufferPlace, ...]
-    parameter_places: tuple[ParameterPlace, ...]
-    outline: Outline
+    module: ModuleRefs
     group: Group
     config: ReplicateConfig
-    passes: tuple[GraphPass, ...]
-    beside_shards: bool = False
-    """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
-    comm_hook: CommHook | None = None
-    """The user's own reduction of a bucket."""
-    precision: Precision | None = None
-    sparse: frozenset[int] = frozenset()
-    """The parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured."""
-    topic: str = ""
-    """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
-    number: int = field(default_factory=lambda: next(_numbers))
-    dtensors: frozenset[int] = field(init=False)
-    """The parameters that are DTensors: each rank reduces the part of a gradient that it holds."""
-    is_plain: bool = field(init=False)
-    """Whether each gradient is reduced as it is: none is a DTensor, or complex."""
-
-    # The plan, which is made anew a few times (`adopt`).
     plan: BucketPlan
-    plan_groups: tuple[str, ...] = field(init=False)
-    """The groups in which its buckets are reduced, by name."""
-    ready: ReadyTimes
-    """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
-    strategy: str
-    """Where buckets end: a name of `config.STRATEGIES`, or of the user's own; `single`: no pass makes buckets."""
-    certificate: Certificate | None = None
-    revisions: Revisions = field(default_factory=Revisions)
-    code_key: str = field(init=False)
-    """Replicas with equal keys can share compiled code: the model itself is never part of it."""
-    _passes_code: tuple[str, ...] = field(init=False)
-    """What the passes do, as they were when the module was replicated."""
-    _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
-
-    hook_handles: tuple[RemovableHandle, ...] = ()
-    """Of the hooks on its parameters, which reduce."""
-
-    # Switches of the next backwards.
-    sync: bool = True
-    reduces_gradients: bool = True
-    """`False`: what follows a synchronised backward (`after.updates`) takes this rank's own gradients, at its end."""
-    rehearses: bool = False
-    """Its backwards are there to be compiled only: nothing is updated in them."""
-    is_warmed_up: bool = False
-    uneven: Uneven | None = None
-    """While ranks may run out of inputs: how the others learn what this rank's next backward reduces."""
-
-    # What every backward changes.
-    local: LocalGradients = field(init=False)
-    arrivals_in: Arrivals | None = None
-    """Where the hooks report, while a backward of this module is under way that somebody of ours has seen begin."""
-    bucket_memory: BucketMemory = field(default_factory=BucketMemory)
-    """Of its buckets, as far as `plan.keeps_memory` says."""
+    planning: PlanState
     after: AfterReduction = field(default_factory=AfterReduction)
-    untouched: tuple[int, ...] = ()
-    """Whose gradients the last synchronised backward left as they were, because no rank had used the parameters."""
+    state: ReplicaState = field(init=False)
     history: History = field(default_factory=History)
-
-    said: set[str] = field(default_factory=set)
-    """Warnings that are given once for each module, and were."""
 
     def __post_init__(self) -> None:
         self.plan = self._with_memory(self.plan)
-        self.plan_groups = groups_of(self.plan)
-        self._passes_code = tuple(map(code_key, self.passes))
-        self.code_key = self._code_key()
-        self.dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
-        self.is_plain = not self.dtensors and not any(map(torch.is_complex, self.parameters))
-        self.local = LocalGradients(self.parameters, self._renormalised(), self.config.check_reductions)
+        self.planning.groups = _groups_of(self.plan)
+        self.planning.passes_code = tuple(map(code_key, self.planning.passes))
+        self.planning.code_key = self._code_key()
+        dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
+        self.module.dtensors = dtensors
+        self.module.is_plain = not dtensors and not any(map(torch.is_complex, self.parameters))
+        self.state = ReplicaState(
+            local=LocalGradients(self.parameters, self._renormalised(), self.config.check_reductions)
+        )
 
     def _renormalised(self) -> frozenset[int]:
         """Parameters that a forward changes itself."""
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         return frozenset(
             index_of[id(place.find())]
-            for place in self.parameter_places
+            for place in self.module.parameter_places
             if id(place.find()) in index_of and getattr(place.owner(), "max_norm", None) is not None
         )
 
     def _code_key(self) -> str:
         config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
-        return repr((self.group.name, self.plan.for_code(), self.passes, self._passes_code, config))
+        return repr((self.group.name, self.plan.for_code(), self.planning.passes, self.planning.passes_code, config))
 
     @property
     def reduces(self) -> bool:
         """Whether its gradients are reduced in the next backward."""
-        return self.sync and self.reduces_gradients
+        return self.state.sync and self.state.reduces_gradients
 
     @property
     def mode(self) -> str:
         """What reduces, for people."""
-        if not self.reduces_gradients:
+        if not self.state.reduces_gradients:
             return "no reductions"
         return "python hooks" if self.called_hook is None else f"python hooks, comm hook {self.called_hook.name}"
 
     @property
     def called_hook(self) -> CommHook | None:
         """The comm hook that is called with each bucket, and not captured."""
-        return self.comm_hook if self.comm_hook is not None and self.comm_hook.is_called else None
+        return (
+            self.planning.comm_hook
+            if self.planning.comm_hook is not None and self.planning.comm_hook.is_called
+            else None
+        )
 
     def state_of_hook(self, index: int) -> State:
         """What a functional hook remembers of a gradient; of the flags nothing."""
-        memory = None if self.comm_hook is None else self.comm_hook.memory
+        memory = None if self.planning.comm_hook is None else self.planning.comm_hook.memory
         return {} if memory is None or index == len(self.parameters) else memory.of(self.names[index])
 
     def given_factors(self) -> tuple[torch.Tensor, ...]:
         """What compiled code is given for `BucketPlan.given_reductions`: numbers in tensors, float64."""
         numbers = [each for reduction in self.plan.given_reductions() for each in reduction.given_factors]
-        if self._factors is None or self._factors[0] != numbers:
+        if self.planning.factors is None or self.planning.factors[0] != numbers:
             with autograd.made_like(self.parameters[0]):
                 # Not written over: a GPU may not have read them yet.
                 tensors = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in numbers]
-            self._factors = numbers, tuple(tensors)
-        return self._factors[1]
+            self.planning.factors = numbers, tuple(tensors)
+        return self.planning.factors[1]
 
     def has_in_flight(self) -> bool:
         """Whether an optimizer has left something of the last backward that nobody has come for yet."""
@@ -285,18 +290,18 @@ class Replica:
     def count_synced(self) -> None:
         """A synchronised backward has ended."""
         self.history.synced_backwards += 1
-        if self.comm_hook is not None and self.comm_hook.memory is not None:
-            self.comm_hook.memory.backwards += 1
+        if self.planning.comm_hook is not None and self.planning.comm_hook.memory is not None:
+            self.planning.comm_hook.memory.backwards += 1
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
         plan = self._with_memory(planned.plan)
         same_code = plan.for_code() == self.plan.for_code()
-        self.plan, self.certificate, self.ready = plan, planned.certificate, ready
-        self.plan_groups = groups_of(plan)
-        self.bucket_memory.kept.clear()
+        self.plan, self.planning.certificate, self.planning.ready = plan, planned.certificate, ready
+        self.planning.groups = _groups_of(plan)
+        self.state.bucket_memory.kept.clear()
         if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
-            self.code_key = self._code_key()
+            self.planning.code_key = self._code_key()
             self.history.plan_changes()
 
     def _with_memory(self, plan: BucketPlan) -> BucketPlan:
@@ -319,16 +324,16 @@ class Replica:
         if self.history.backwards.total():
             raise ModuleError(f"a backward of the module of {self.names[0]} has run already. Pass static_graph=True.")
         self.config = replace(self.config, static_graph=True)
-        self.code_key = self._code_key()
+        self.planning.code_key = self._code_key()
 
     def awaits(self, revision: Revision) -> bool:
         """Whether this is the next occasion on which the plan is made anew."""
-        return self.revisions.due[:1] == (revision,)
+        return self.planning.due[:1] == (revision,)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The buffers as they are now."""
-        return tuple(buffer for place in self.buffer_places if (buffer := place.find()) is not None)
+        return tuple(buffer for place in self.module.buffer_places if (buffer := place.find()) is not None)
 
     @property
     def device(self) -> torch.device:
@@ -336,7 +341,7 @@ class Replica:
 
     def owning_modules(self) -> list[nn.Module]:
         """The modules that owned its parameters when it was replicated, as far as they are still there."""
-        owners = (place.owner() for place in self.parameter_places)
+        owners = (place.owner() for place in self.module.parameter_places)
         return [owner for owner in owners if owner is not None]
 
     def hand_out(
@@ -349,7 +354,7 @@ class Replica:
             averages: the reduced gradient of each of them; `None`: nobody has all of it.
             left_alone: those that no rank used, see `used_by_nobody`.
         """
-        self.untouched = tuple(index for index in unused if index in left_alone)
+        self.state.untouched = tuple(index for index in unused if index in left_alone)
         if not self.config.may_be_unused:
             return
         for index, average in zip(unused, averages, strict=True):
@@ -393,12 +398,17 @@ class Replica:
 
     def is_gone(self, index: int) -> bool:
         """Whether the module has nowhere the parameter that it had: tied to another, for one."""
-        if self.precision is not None and self.precision.depth:
+        if self.module.precision is not None and self.module.precision.depth:
             return False
         parameter, name = self.parameters[index], self.names[index]
-        places = [place for place in self.parameter_places if place.name == name]
-        return bool(places) and all(place.find() is not parameter for place in self.parameter_places)
+        places = [place for place in self.module.parameter_places if place.name == name]
+        return bool(places) and all(place.find() is not parameter for place in self.module.parameter_places)
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:
         names = [self.names[index] for index in indices[:most]]
         return ", ".join(names) + (f" and {len(indices) - most} more" if len(indices) > most else "")
+
+
+def _groups_of(plan: BucketPlan) -> tuple[str, ...]:
+    """The groups in which buckets are reduced, by name."""
+    return tuple(dict.fromkeys(stage.group for bucket in plan.buckets for stage in bucket.key.reduction.stages))

@@ -28,16 +28,16 @@ TWO_LEVELS: Final = "a device_mesh with two dimensions"
 
 _IS_THERE: Final[Mapping[str, Callable[[Replica], bool]]] = {
     CHECK_NAN: lambda replica: replica.config.check_nan,
-    COMM_HOOK: lambda replica: replica.comm_hook is not None,
+    COMM_HOOK: lambda replica: replica.planning.comm_hook is not None,
     DIVIDE_FACTOR: lambda replica: replica.config.gradient_divide_factor is not None,
-    DTENSORS: lambda replica: bool(replica.dtensors),
+    DTENSORS: lambda replica: bool(replica.module.dtensors),
     HAS_RUN: lambda replica: replica.history.backwards.total() > 0,
-    JOIN: lambda replica: replica.uneven is not None,
-    NO_BUCKETS: lambda replica: replica.strategy == "single",
-    NO_REDUCTION: lambda replica: not replica.reduces_gradients,
+    JOIN: lambda replica: replica.state.uneven is not None,
+    NO_BUCKETS: lambda replica: replica.planning.strategy == "single",
+    NO_REDUCTION: lambda replica: not replica.state.reduces_gradients,
     REDUCE_DTYPE: lambda replica: getattr(replica.config.mp_policy, "reduce_dtype", None) is not None,
     SHARD: lambda replica: replica.after.parts_to is not None,
-    SPARSE: lambda replica: bool(replica.sparse),
+    SPARSE: lambda replica: bool(replica.module.sparse),
     TWO_LEVELS: lambda replica: replica.group.levels is not None,
 }
 
@@ -108,8 +108,8 @@ def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = ""
             names = {
                 "added": added or kind,
                 "module": module or f"the module of {replica.names[0]}",
-                "hook": replica.comm_hook and replica.comm_hook.name,
-                "dtensor": replica.names[min(replica.dtensors, default=0)],
-                "sparse": replica.names[min(replica.sparse, default=0)],
+                "hook": replica.planning.comm_hook and replica.planning.comm_hook.name,
+                "dtensor": replica.names[min(replica.module.dtensors, default=0)],
+                "sparse": replica.names[min(replica.module.sparse, default=0)],
             }
             raise (ModuleError if is_of_module else ConfigError)(sentence.format(**names))

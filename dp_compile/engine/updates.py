@@ -1,4 +1,4 @@
-"""Sinks that update parameters in the backward: what the engine asks of an optimizer, and when.
+"""Which optimizers are called around a backward, and which parameters a captured one updates.
 
 Each rank decides alone which parameters a captured backward updates: an update is a function of reduced gradients,
 which are the same on every rank, and what is not updated in the backward has its gradient in `.grad`, for `step()`.
@@ -8,83 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from dp_compile.engine.record import OptimizerRecord
 from dp_compile.engine.replica import Replica
-from dp_compile.passes.updates import Leaves, RunsUpdates
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one optimizer updates in one backward, if that is captured.
-
-    Args:
-        indices: parameters of the module, in the optimizer's order.
-        whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
-        crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
-        parts: it gets this rank's part of each bucket, and all of them in every backward.
-        obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
-    """
-
-    indices: tuple[int, ...] = ()
-    whole: bool = False
-    crosses: bool = False
-    parts: bool = False
-    obstacle: str = ""
-
-
-class Deferred(Leaves, Protocol):
-    """What an optimizer has left for the next forward."""
-
-    @property
-    def has_in_flight(self) -> bool:
-        """Whether there is something of a backward."""
-
-    def arrive(self) -> None:
-        """Do it now."""
-
-    def forward_runs(self, *, whole: bool) -> None:
-        """Code of a forward begins that waits for updates; `whole`: nothing of the forward is outside of it."""
-
-
-class Updates(RunsUpdates, Protocol):
-    """One optimizer of one module."""
-
-    @property
-    def deferred(self) -> Deferred | None: ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the optimizer still exists."""
-
-    def begin(self) -> None:
-        """A backward of the module begins.
-
-        Raises:
-            ReductionError: the step before has not ended, or a backward broke off between two updates.
-        """
-
-    def wanted(self, *, keep_graph: bool) -> Wanted: ...
-
-    def ended(self) -> None:
-        """A synchronised backward that may update has ended well."""
-
-    def interrupted(self, error: BaseException) -> None: ...
-
-    def left_out(self, error: BaseException) -> None:
-        """This rank failed in a backward whose gradients other ranks have: take part in what follows there."""
-
-    def released(self) -> None:
-        """The module is not replicated any more."""
-
-    def describe(self) -> str:
-        """For people: what becomes of parameters, and what that spares."""
-
-    def record(self) -> OptimizerRecord | None:
-        """The same of an optimizer as data; `None` where none follows reductions."""
+from dp_compile.engine.sinks import Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +43,12 @@ class OneBackward:
         for replica in self._replicas:
             updates = replica.after.updates
             updates[:] = [each for each in updates if each.is_alive]
-            for each in () if replica.rehearses else updates:
+            for each in () if replica.state.rehearses else updates:
                 each.begin()
         self._wanted = {
             replica: tuple(each.wanted(keep_graph=self._keep_graph) for each in replica.after.updates)
             for replica in self._replicas
-            if replica.after.updates and replica.sync
+            if replica.after.updates and replica.state.sync
         }
         return self._wanted
 
@@ -132,7 +60,7 @@ class OneBackward:
                     each.interrupted(error)
             else:
                 for each, wanted in zip(after.updates, self._wanted.get(replica, ()), strict=False):
-                    if not (wanted.obstacle or replica.rehearses):
+                    if not (wanted.obstacle or replica.state.rehearses):
                         each.ended()
 
 

@@ -16,7 +16,7 @@ from dp_compile.engine.replica import Replica
 
 if TYPE_CHECKING:
     from dp_compile.engine.hooks import ReductionRound
-    from dp_compile.engine.updates import Wanted
+    from dp_compile.engine.sinks import Wanted
 
 
 @dataclass(eq=False, slots=True)

@@ -75,7 +75,7 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
         ModuleError: the module is not replicated, reduces no gradient, or is being measured already.
     """
     replica, measurement = replica_of(module), Measurement()
-    if not replica.reduces_gradients:
+    if not replica.state.reduces_gradients:
         raise ModuleError("measure() times reductions; no gradient of this module is reduced. Use torch.profiler.")
     if any(isinstance(each, _Recording) for each in observers_of(replica)):
         raise ModuleError("this module is being measured already. Leave the other measure() block first.")

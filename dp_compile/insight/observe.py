@@ -40,7 +40,7 @@ def report(module: nn.Module) -> Report:
         replica.plan,
         tuple(replica.history.captures.values()),
         dict(replica.history.backwards),
-        "" if replica.certificate is None else _promise(replica, replica.certificate),
+        "" if replica.planning.certificate is None else _promise(replica, replica.planning.certificate),
         measured=_measured(replica),
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
@@ -56,7 +56,7 @@ def step_of(module: nn.Module) -> Step:
         ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     replica = replica_of(module)
-    if not replica.reduces_gradients:
+    if not replica.state.reduces_gradients:
         raise ModuleError("no gradient of this module is reduced: there is nothing to explain.")
     if not replica.history.synced_backwards:
         raise ModuleError(
@@ -79,7 +79,7 @@ def explain(module: nn.Module) -> Explanation:
 
 
 def _kept_memory(replica: Replica) -> str:
-    memory = replica.bucket_memory
+    memory = replica.state.bucket_memory
     if not memory.kept:
         return ""
     which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
@@ -91,15 +91,17 @@ def _kept_memory(replica: Replica) -> str:
 
 def _promise(replica: Replica, certificate: Certificate) -> str:
     """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
-    believed_s = replica.ready.backward_s
+    believed_s = replica.planning.ready.backward_s
     made_for = "the backward was taken to last as long as the communication, work is " + (
-        "as the parameters' elements" if replica.ready.basis == ASSUMED else "estimated from the captured graph"
+        "as the parameters' elements"
+        if replica.planning.ready.basis == ASSUMED
+        else "estimated from the captured graph"
     )
     if believed_s is not None:
-        made_for = f"for a backward of {format_ms(believed_s)}, {replica.ready.basis}"
+        made_for = f"for a backward of {format_ms(believed_s)}, {replica.planning.ready.basis}"
     return "\n".join(
         [
-            f"{replica.strategy}: {count(len(replica.plan.buckets), 'bucket')}, {certificate.chosen}",
+            f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}, {certificate.chosen}",
             f"  predicted end {certificate.promise}",
             f"  planned without measured times: {made_for}" if believed_s is None else f"  planned {made_for}",
             f"  planned for an all-reduce that takes {certificate.cost}",
@@ -122,12 +124,12 @@ def step_of_replica(replica: Replica) -> Step:
     cost, cost_source = _cost(replica)
     return Step(
         mode=replica.mode,
-        strategy=replica.strategy,
+        strategy=replica.planning.strategy,
         world_size=replica.group.world_size,
         backend=replica.group.backend,
         device=replica.device.type,
         plan=replica.plan,
-        ready=replica.ready,
+        ready=replica.planning.ready,
         cost=cost,
         cost_source=cost_source,
         memory=latest.memory if latest else None,
@@ -145,10 +147,12 @@ def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
     """What a collective costs, and where that is from."""
     group = replica.group
     nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-    cost = replica.config.cost or (nominal if replica.certificate is None else replica.certificate.cost)
+    cost = replica.config.cost or (
+        nominal if replica.planning.certificate is None else replica.planning.certificate.cost
+    )
     if replica.config.cost is not None:
         return cost, "given in the config"
-    if cost != nominal and replica.ready.basis == MEASURED:
+    if cost != nominal and replica.planning.ready.basis == MEASURED:
         return cost, "measured on this group"
     if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
         return known, "measured by calibrate()"

@@ -75,7 +75,7 @@ class Deferred:
             listeners=listeners_of(setup.replica), setup=setup, optimizer=setup.optimizer, options=self._options,
             launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
         )  # fmt: skip
-        if setup.replica.rehearses:
+        if setup.replica.state.rehearses:
             pending.drop()
         else:
             self.enqueue(pending)
@@ -94,7 +94,7 @@ class Deferred:
         )
         for each in pending:
             each.register()
-        if pending and (root := self._setup.replica.outline.root()) is not None:
+        if pending and (root := self._setup.replica.module.outline.root()) is not None:
             put_hooks(root, self._setup.replica)
 
     def forward_runs(self, *, whole: bool) -> None:
@@ -130,7 +130,7 @@ class Deferred:
         """The module is not replicated any more: it is left as it was."""
         self.arrive()
         replica = self._setup.replica_if_alive
-        if replica is not None and (root := replica.outline.root()) is not None:
+        if replica is not None and (root := replica.module.outline.root()) is not None:
             take_hooks_off(root)
 
     def drop(self) -> None:
@@ -247,7 +247,7 @@ class Pending(ABC):
             autograd.named_range(f"dp_compile::bucket {numbers} update, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            self.replica.local.updating(self.indices),
+            self.replica.state.local.updating(self.indices),
         ):
             self.finish()
 

@@ -110,7 +110,7 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
     del _known[optimizer]
     replica = update.setup.replica
     replica.after.updates.remove(update)
-    replica.revisions.for_next_forward &= any(each.deferred for each in replica.after.updates)
+    replica.planning.for_next_forward &= any(each.deferred for each in replica.after.updates)
 
 
 def known(optimizer: torch.optim.Optimizer) -> Update | None:
@@ -166,16 +166,16 @@ def _plan_for(replica: Replica) -> None:
     Raises:
         DesyncError: another rank does not, or has made another plan.
     """
-    if replica.strategy == "single":
+    if replica.planning.strategy == "single":
         return
     group = replica.group
-    layout = Layout(ALIGNMENT_BYTES) if replica.strategy == "optimal" else None
+    layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
     cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
-    replica.revisions.for_next_forward = True
+    replica.planning.for_next_forward = True
     # When buckets are launched does not show when gradients are ready: launches wait for each other.
-    replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
-    as_it_is = Planned(replica.plan, replica.certificate)
-    planned = plan_crossing(as_it_is, replica.ready, cost, layout, lanes=group.backend.lanes)
+    replica.planning.due = tuple(each for each in replica.planning.due if each is not Revision.FROM_LAUNCHES)
+    as_it_is = Planned(replica.plan, replica.planning.certificate)
+    planned = plan_crossing(as_it_is, replica.planning.ready, cost, layout, lanes=group.backend.lanes)
     statement = {"the plan with overlap_forward": planned.plan.signature()}
     agree_in_call(replica, statement, "in_backward(overlap_forward=True)")
-    replica.adopt(planned, replica.ready)
+    replica.adopt(planned, replica.planning.ready)

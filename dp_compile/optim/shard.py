@@ -32,8 +32,8 @@ from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.sinks import Wanted
 from dp_compile.engine.supported import SHARD, check_supported
-from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
 from dp_compile.optim.partial_steps import check_in_place
@@ -161,7 +161,7 @@ class Shard(Part):
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Raise for what would not be exact, or cannot be cut."""
-        at, frozen = dict[str, str](), {id(parameter) for _, parameter in replica.frozen}
+        at, frozen = dict[str, str](), {id(parameter) for _, parameter in replica.module.frozen}
         every = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in (each for each in every if id(each) not in frozen):
             index = self._place.get(id(parameter))
@@ -171,7 +171,7 @@ class Shard(Part):
                     "module, which reduces no part of its gradient. Give it to another optimizer."
                 )
             name = replica.names[index]
-            if parameter.is_complex() or index in replica.sparse:
+            if parameter.is_complex() or index in replica.module.sparse:
                 what = "is complex" if parameter.is_complex() else "has sparse gradients"
                 raise ConfigError(f"{name} {what}: it is not cut. Use shard=False.")
             if parameter.stride() != dense_strides(parameter):
@@ -229,7 +229,7 @@ class Shard(Part):
             self._place_numbers(index, optimizer.state[parameter])
         self._own, self.pieces = {}, {}
         replica = self.setup.replica_if_alive
-        if replica is not None and replica.hook_handles:
+        if replica is not None and replica.module.hook_handles:
             scatter(replica, frozenset())
             replica.after.parts_to = None
 
@@ -378,7 +378,7 @@ class Shard(Part):
                 "retain_graph=True, but a backward with a sharded optimizer changes parameters at its end: it cannot "
                 "be gone through once more. Add the losses, or run all backwards but the last under no_sync()."
             )
-        if replica.config.check_nan or replica.uneven is not None:
+        if replica.config.check_nan or replica.state.uneven is not None:
             raise ReductionError("a sharded optimizer has no whole gradients to check or to divide again.")
         return Wanted(self.covered, parts=True)
 
@@ -387,12 +387,12 @@ class Shard(Part):
     ) -> None:
         replica, part = self.setup.replica, gradients[0]
         check_in_place(replica, indices[: len(parameters)], parameters)
-        if replica.rehearses:
+        if replica.state.rehearses:
             return
         is_laid_out = self._is_laid_out(replica.plan)
         if parameters and is_laid_out and not self.setup.looks_at_all:
             self.setup.updated.update(indices)
-            with replica.local.updating(indices):
+            with replica.state.local.updating(indices):
                 self._step(self._gradients_in(bucket, part))
             return
         # On a GPU what replays a graph has other plans for its memory.
@@ -431,7 +431,7 @@ class Shard(Part):
         self._is_open, held = False, _Held(failed)
         self._lay_out()
         frozen = (index for index in self.covered if not self.parameters[index].requires_grad)
-        still = {*replica.untouched, *frozen}
+        still = {*replica.state.untouched, *frozen}
         gradients: dict[int, torch.Tensor] = {}
         for bucket in sorted(self._parts):
             gradients |= self._gradients_in(bucket, self._parts.pop(bucket))
@@ -441,7 +441,7 @@ class Shard(Part):
         if moves:
             # A rank that takes part only has updated nothing: the next backward compares which ranks missed the step.
             self.setup.updated.update(() if failed is not None else self.covered)
-            with replica.local.updating(self.covered):
+            with replica.state.local.updating(self.covered):
                 self._gather(replica, gradients, held)
         for index in self.covered:
             if index not in still:
@@ -567,7 +567,7 @@ class Shard(Part):
         NCCL looks for NaN there."""
         replica = self.setup.replica
         if replica.plan.keeps_memory:
-            values = replica.bucket_memory.take(bucket, numel, like.dtype, like.device)
+            values = replica.state.bucket_memory.take(bucket, numel, like.dtype, like.device)
         else:
             values = like.new_empty(numel)
         return values.zero_() if nan_check_is_on() else values

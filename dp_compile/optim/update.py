@@ -12,7 +12,7 @@ from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.events import UPDATE, listeners_of
 from dp_compile.engine.guards import forget_comparison
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
-from dp_compile.engine.updates import Wanted
+from dp_compile.engine.sinks import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.partial_steps import check_in_place, clip, options_to_compare, what_changed
@@ -64,7 +64,7 @@ class Whole(Part):
         replica = setup.replica
         if keep_graph:
             return Wanted(obstacle="retain_graph=True, the graph may be gone through once more")
-        if replica.uneven is not None:
+        if replica.state.uneven is not None:
             return Wanted(obstacle="inputs may be uneven: gradients are divided after the backward")
         if replica.config.check_nan:
             return Wanted(obstacle="check_nan looks at the gradients after the backward")
@@ -92,10 +92,10 @@ class Whole(Part):
         replica, optimizer, scaler = setup.replica, setup.optimizer, setup.scaler
         mine = [replica.parameters[index] for index in indices]
         check_in_place(replica, indices, parameters)
-        with setup.steps.only(optimizer, mine), replica.local.updating(indices):
+        with setup.steps.only(optimizer, mine), replica.state.local.updating(indices):
             for parameter, gradient in zip(mine, gradients, strict=True):
                 parameter.grad = gradient
-            if replica.rehearses:
+            if replica.state.rehearses:
                 return
             if scaler is not None:
                 scaler.unscale_(optimizer)

@@ -276,11 +276,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards reduce. Can be set; looked at when a backward starts, not in its forward as in torch."""
-        return state_of(self).sync
+        return state_of(self).state.sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        state_of(self).sync = bool(value)
+        state_of(self).state.sync = bool(value)
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         distributed.of_torch_ddp("_set_params_and_buffers_to_ignore_for_model")
@@ -298,7 +298,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return {
             "world_size": dist.get_world_size(self.process_group),
             "bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in replica.plan.buckets) if replica else "",
-            "comm_hook": replica.comm_hook.name if replica and replica.comm_hook else "",
+            "comm_hook": replica.planning.comm_hook.name if replica and replica.planning.comm_hook else "",
             "iteration": replica.history.synced_backwards if replica else 0,
         }
 

@@ -53,18 +53,20 @@ def scatter(replica: Replica, names: frozenset[str]) -> None:
 
 
 def _reduce_by(replica: Replica, group: Group, *, replans: bool) -> None:
-    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     planning = None
     if replans:
-        module = replica.outline.root()
+        module = replica.module.outline.root()
         assert module is not None
-        planning = make_plan(module, gradients, group, replica.config, replica.passes, replica.revisions.units)
-        replica.revisions.layout = planning.layout
+        planning = make_plan(module, gradients, group, replica.config, replica.planning.passes, replica.planning.units)
+        replica.planning.layout = planning.layout
     replica.group = group
     if planning is None or _keeps_buckets(replica.plan, gradients):
-        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
+        replica.adopt(
+            Planned(replica.plan.with_keys_of(gradients), replica.planning.certificate), replica.planning.ready
+        )
     else:
-        replica.revisions.due = planning.revisions
+        replica.planning.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)
 
 
@@ -100,7 +102,7 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
         kinds = [FUNCTIONAL_HOOK] if hook.memory is not None else [CALLED_HOOK] if hook.is_called else []
         kinds += [HOOK_OF_VALUES] if hook.averaging.hook is not None else []
         check_supported(replica, tuple(kinds), added=f"comm hook {hook.name}", module=name)
-    replica.comm_hook = hook
+    replica.planning.comm_hook = hook
     try:
         if hook.memory is not None:
             assert isinstance(hook.function, FunctionalHook)
@@ -108,7 +110,7 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
             hook.memory.bind(hook.function, replica.names, replica.parameters, compare)
         agree_in_call(replica, {"comm hook": hook.said}, "register_comm_hook()")
     except BaseException:
-        replica.comm_hook = None
+        replica.planning.comm_hook = None
         if hook.memory is not None:
             hook.memory.unbind()
         raise

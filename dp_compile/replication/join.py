@@ -83,7 +83,7 @@ def join(
             yield
     finally:
         for member in members:
-            member.replica.uneven = None
+            member.replica.state.uneven = None
 
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
@@ -118,7 +118,7 @@ class ReplicaJoinable(Joinable):
 def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
     """The hook of a replica that torch's `Join` knows as `member`. Its backwards are announced from now on."""
     check_supported(replica, (JOIN,))
-    replica.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
+    replica.state.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
     return hook
 
 
@@ -139,9 +139,9 @@ class _Membership(JoinHook):
         """Announce to ranks without inputs that this rank is about to reduce `replicas`, in this order."""
         if not distributed.join_is_on(self._member):
             return
-        members = [replica.uneven for replica in replicas if isinstance(replica.uneven, _Membership)]
+        members = [replica.state.uneven for replica in replicas if isinstance(replica.state.uneven, _Membership)]
         if len(members) < len(replicas) or len(replicas) > MOST_MODULES:
-            outside = [replica.names[0] for replica in replicas if replica.uneven is None]
+            outside = [replica.names[0] for replica in replicas if replica.state.uneven is None]
             raise ConfigError(
                 f"a backward inside join() reaches {len(replicas)} replicated modules (at most {MOST_MODULES}); not in "
                 f"the context: {', '.join(outside) or 'none'}. Give all modules to the same join()."
@@ -157,7 +157,7 @@ class _Membership(JoinHook):
 
     def _check_turn(self, members: Sequence[_Membership]) -> None:
         """Each module once in a step, the first one first: torch's `Join` meets ranks without inputs for it only."""
-        everybody = [each for each in (replica.uneven for replica in owners) if isinstance(each, _Membership)]
+        everybody = [each for each in (replica.state.uneven for replica in owners) if isinstance(each, _Membership)]
         first = next((each for each in everybody if distributed.is_first_in_join(each._member)), None)
         for member in members:
             member.steps += 1
@@ -174,13 +174,13 @@ class _Membership(JoinHook):
         Not if a factor is given, or a comm hook, which in torch divides by itself.
         """
         world_size = self.replica.group.world_size
-        if self.replica.group.averaging.divide_by is not None or self.replica.comm_hook is not None:
+        if self.replica.group.averaging.divide_by is not None or self.replica.planning.comm_hook is not None:
             return
         if self._divides_initially or not self.active or len(self.active) == world_size:
             return
         with torch.no_grad():
             for index, parameter in enumerate(self.replica.parameters):
-                if parameter.grad is not None and index not in self.replica.untouched:
+                if parameter.grad is not None and index not in self.replica.state.untouched:
                     parameter.grad.mul_(world_size / len(self.active))
 
     @property
@@ -198,9 +198,9 @@ class _Membership(JoinHook):
         active, words = _meet(self.replica, [])
         replicas = [replica for word in words for replica in owners if _word(replica) == word]
         for replica in replicas:
-            if isinstance(replica.uneven, _Membership):
-                replica.uneven.active = active
-                replica.uneven.is_shadowed = replica is not self.replica
+            if isinstance(replica.state.uneven, _Membership):
+                replica.state.uneven.active = active
+                replica.state.uneven.is_shadowed = replica is not self.replica
         _shadow(replicas)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -211,11 +211,11 @@ class _Membership(JoinHook):
         own = dist.get_rank(process_group) if is_last_joiner else -1
         source = torch.tensor([own], device=replica.device)
         dist.all_reduce(source, op=dist.ReduceOp.MAX, group=process_group)
-        state = (*replica.parameters, *(parameter for _, parameter in replica.frozen))
+        state = (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))
         buffers = replica.buffers if replica.config.broadcast_buffers else ()
         tensors = [tensor.detach() for tensor in (*state, *buffers)]
         distributed.broadcast_state(tensors, process_group, BROADCAST_BYTES, int(source.item()))
-        replica.uneven = None
+        replica.state.uneven = None
 
 
 def _shadow(replicas: Sequence[Replica]) -> None:
@@ -262,4 +262,4 @@ def _meet(replica: Replica, words: Sequence[int]) -> tuple[tuple[int, ...], list
 
 def _word(replica: Replica) -> int:
     """A number for a replica that all ranks know."""
-    return zlib.crc32(replica.topic.encode()) or 1
+    return zlib.crc32(replica.module.topic.encode()) or 1

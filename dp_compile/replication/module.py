@@ -27,7 +27,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, Switches
 from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.replication import gradient_averaging
 
@@ -52,7 +52,7 @@ class ReplicatedModule:
         is_switch = isinstance(requires_gradient_sync, bool)
         require(is_switch, "requires_gradient_sync", "True or False", requires_gradient_sync)
         for state in states_in(_module(self)):
-            state.sync = requires_gradient_sync
+            state.state.sync = requires_gradient_sync
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
@@ -297,7 +297,7 @@ class Pending(Installed):
         self, root: nn.Module, config: ReplicateConfig, group: Group, start: Callable[[nn.Module, Pending], None]
     ) -> None:
         self._root, self.config, self.group, self._start = weakref.ref(root), config, group, start
-        self.sync = True
+        self.state = Switches()
         self.comm_hooks: list[tuple[Any, HookFunction]] = []
         """What `register_comm_hook` was given: registered after the start."""
 
@@ -411,14 +411,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ModuleError: the module is not replicated.
     """
-    before = {each: state_of(each).sync for each in (module, *parts_of(behind(module)))}
+    before = {each: state_of(each).state.sync for each in (module, *parts_of(behind(module)))}
     for each in before:
-        state_of(each).sync = False
+        state_of(each).state.sync = False
     try:
         yield
     finally:
         for each, sync in before.items():
-            state_of(each).sync = sync  # the module may have started meanwhile
+            state_of(each).state.sync = sync  # the module may have started meanwhile
 
 
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:

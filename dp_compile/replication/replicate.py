@@ -29,7 +29,7 @@ from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import Meeting, Statement, describe_plan
 from dp_compile.engine.precision import install_precision, make_precision
-from dp_compile.engine.replica import Replica, Revision, Revisions
+from dp_compile.engine.replica import ModuleRefs, PlanState, Replica, Revision
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes import DEFAULT_PASSES
@@ -359,18 +359,18 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
         precision = make_precision(module, config, target.parameters.values(), target.left_alone)
         kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
         replica = _make_replica(target, request)
-        replica.precision = precision
+        replica.module.precision = precision
         statement = _statement(target, replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
-    replica.topic = request.meeting.compare(statement)
+    replica.module.topic = request.meeting.compare(statement)
     buffers = replica.buffers if config.copies_buffers_at_start else ()
-    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *buffers)]
+    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.module.frozen), *buffers)]
     if replica.group.world_size > 1:
         distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
     if pending is None:
         _move_inputs(module, request.device)
     else:
-        replica.sync = pending.sync
+        replica.state.sync = pending.state.sync
     owners.add(replica)
     install_hooks(replica)
     set_state(module, replica)
@@ -399,20 +399,26 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
     replica = Replica(
         parameters=parameters,
         names=names,
-        frozen=tuple(target.frozen.items()),
-        buffer_places=target.buffer_places(),
-        parameter_places=target.parameter_places(),
+        module=ModuleRefs(
+            frozen=tuple(target.frozen.items()),
+            buffer_places=target.buffer_places(),
+            parameter_places=target.parameter_places(),
+            outline=target.outline(),
+            beside_shards=target.sharded,
+            sparse=sparse,
+        ),
         group=group,
         config=config,
         plan=planning.planned.plan,
-        certificate=planning.planned.certificate,
-        ready=planning.ready,
-        strategy=planning.strategy,
-        outline=target.outline(),
-        revisions=Revisions(planning.revisions, planning.layout, units=units),
-        passes=request.passes,
-        beside_shards=target.sharded,
-        sparse=sparse,
+        planning=PlanState(
+            passes=request.passes,
+            ready=planning.ready,
+            strategy=planning.strategy,
+            certificate=planning.planned.certificate,
+            due=planning.revisions,
+            layout=planning.layout,
+            units=units,
+        ),
     )
     check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
     if Revision.FROM_LAUNCHES in planning.revisions:
@@ -439,7 +445,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "buffers": describe(target.buffers) if replica.config.copies_buffers_at_start else [],
         "options": dataclasses.asdict(replica.config) | {"mp_policy": repr(replica.config.mp_policy)},
         CHECK_VARIABLE: check_parameters_every(),
-        "passes": [repr(graph_pass) for graph_pass in replica.passes],
+        "passes": [repr(graph_pass) for graph_pass in replica.planning.passes],
         "plan": replica.plan.signature(),
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }
@@ -479,7 +485,7 @@ def release_abandoned(module: nn.Module) -> None:
     """Undo what wrappers did that are gone since: as in torch, a module may then be wrapped again."""
     for replica in {entry[0] for entry in map(owners.find, module.parameters()) if entry is not None}:
         if has_lost_its_wrapper(replica):
-            root = replica.outline.root()
+            root = replica.module.outline.root()
             if root is None:
                 _release(replica)
             else:
@@ -487,14 +493,14 @@ def release_abandoned(module: nn.Module) -> None:
 
 
 def _release(replica: Replica) -> None:
-    for handle in replica.hook_handles:
+    for handle in replica.module.hook_handles:
         handle.remove()
-    replica.hook_handles = ()
+    replica.module.hook_handles = ()
     for each in replica.after.updates:
         each.released()
-    if replica.comm_hook is not None and replica.comm_hook.memory is not None:
-        replica.comm_hook.memory.unbind()
-    root = replica.outline.root()
+    if replica.planning.comm_hook is not None and replica.planning.comm_hook.memory is not None:
+        replica.planning.comm_hook.memory.unbind()
+    root = replica.module.outline.root()
     if root is not None:
         install_precision(root, None)
     owners.remove(replica)

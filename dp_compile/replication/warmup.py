@@ -112,7 +112,7 @@ def warmup(
             made.append(_made())
     agree_in_call(replica, {}, "the end of warmup()")
     for each in replicas:
-        each.is_warmed_up = True
+        each.state.is_warmed_up = True
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     return WarmupRecord((len(made) - 1) * of, captures, graphs, settled=made[-1] == made[-2])
 
@@ -176,19 +176,19 @@ def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Ite
 @contextlib.contextmanager
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.history.synced_backwards, replica.history.backwards.copy()
-    launches, used = list(replica.revisions.launches), set(replica.local.used)
-    versions = dict(replica.local.versions)
-    memory = None if replica.comm_hook is None else replica.comm_hook.memory
+    launches, used = list(replica.planning.launches), set(replica.state.local.used)
+    versions = dict(replica.state.local.versions)
+    memory = None if replica.planning.comm_hook is None else replica.planning.comm_hook.memory
     remembered = None if memory is None else memory.state_dict()
-    replica.rehearses = True
+    replica.state.rehearses = True
     try:
         yield
     finally:
-        replica.rehearses = False
-        replica.local.versions = versions
+        replica.state.rehearses = False
+        replica.state.local.versions = versions
         replica.history.synced_backwards = steps
         if memory is not None and remembered is not None:
             memory.restore(remembered)
         replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.history.backwards.update(backwards)
-        replica.revisions.launches, replica.local.used = launches, used
+        replica.planning.launches, replica.state.local.used = launches, used

@@ -134,7 +134,7 @@ def long_run(lives_on: bool) -> tuple[dict[str, int], dict[str, int], int, bool]
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     dp_compile.replicate(model, bucket_cap_mb=0.03, gradient_as_bucket_view=lives_on)
     train(model, WARM_STEPS, backend="inductor")
-    memory = replica_of(model).bucket_memory
+    memory = replica_of(model).state.bucket_memory
     before = {key: each.memory.data_ptr() for key, each in memory.kept.items()}
     warm = footprint()
     train(model, STEPS - WARM_STEPS, backend="inductor")

@@ -68,7 +68,7 @@ def module_of(boring: Any) -> Any:
         def on_train_end(self) -> None:
             wrapper = self.trainer.strategy.model
             if isinstance(wrapper, dp_compile.DistributedDataParallel):
-                hook = state_of(wrapper).comm_hook
+                hook = state_of(wrapper).planning.comm_hook
                 self.told = {*dp_compile.report(wrapper).backwards, *([] if hook is None else [hook.name])}
 
         def configure_optimizers(self) -> Any:

@@ -57,7 +57,7 @@ def test_generated_code(max_norm: float | None, wish: bool | None) -> None:
     """Through Inductor, in its own memory, or in that of the step before."""
     config = dp_compile.ReplicateConfig(bucket_cap_mb=1e-4, gradient_as_bucket_view=wish)
     both = sharded(make=ADAMW, config=config, max_norm=max_norm)
-    memory, where = replica_of(both.ours).bucket_memory, list[dict[Any, int]]()
+    memory, where = replica_of(both.ours).state.bucket_memory, list[dict[Any, int]]()
     for number in range(6):
         both.train(number)
         where.append({key: kept.memory.data_ptr() for key, kept in memory.kept.items()})

@@ -135,7 +135,7 @@ class Training:
     @property
     def kept(self) -> list[int]:
         """Where the memory lies that is kept."""
-        return [each.memory.data_ptr() for each in replica_of(self.model).bucket_memory.kept.values()]
+        return [each.memory.data_ptr() for each in replica_of(self.model).state.bucket_memory.kept.values()]
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
@@ -176,7 +176,7 @@ def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(
     training = Training(bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
     with torch.autograd.set_detect_anomaly(not captured, check_nan=False):  # then hooks reduce
         gradients = [each.data_ptr() for each in training.step(0)]
-        where, memory = training.kept, replica_of(training.model).bucket_memory
+        where, memory = training.kept, replica_of(training.model).state.bucket_memory
         assert memory.nbytes == sum(bucket.numel * 4 for bucket in training.plan)
         assert len(memory.kept) == len(training.plan) > 2
         for seed in range(1, 4):
@@ -218,7 +218,7 @@ def test_memory_goes_with_the_module_and_with_the_plan() -> None:
     training = Training()
     training.step(0)
     model = weakref.ref(training.model)
-    (kept,) = replica_of(training.model).bucket_memory.kept.values()
+    (kept,) = replica_of(training.model).state.bucket_memory.kept.values()
     assert storages.holders(kept.memory) != kept.alone
     training.model.zero_grad()
     assert storages.holders(kept.memory) == kept.alone

@@ -142,7 +142,7 @@ class TestInTorchsPlace:
         with ours.no_sync():
             assert not ours.require_backward_grad_sync
         ours.require_backward_grad_sync = False
-        assert not replica_of(ours).sync
+        assert not replica_of(ours).state.sync
         ours.reducer._rebuild_buckets()
         ours.reducer._delay_all_reduce()
         ours.reducer.prepare_for_backward([])

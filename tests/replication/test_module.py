@@ -155,12 +155,12 @@ class TestMethods:
         model = dp_compile.replicate(Net())
         model.set_requires_gradient_sync(False)
         with model.no_sync():
-            assert not replica_of(model).sync
-        assert not replica_of(model).sync
+            assert not replica_of(model).state.sync
+        assert not replica_of(model).state.sync
         model.set_requires_gradient_sync(True)
         with model.no_sync():
-            assert not replica_of(model).sync
-        assert replica_of(model).sync
+            assert not replica_of(model).state.sync
+        assert replica_of(model).state.sync
 
 
 @pytest.mark.usefixtures("fake_group")
