@@ -349,8 +349,6 @@ def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: To
     """
     if any(captured.binding.into_existing) or captured.binding.kept or captured.sites.unhooked:
         raise NotPlain("gradients are added to those of before")
-    if None in captured.binding.hooked:
-        raise NotPlain("a hook of the user's runs in it")
     if wanted.updates or any(replica.after.scattered for replica in replicas):
         raise NotPlain("an optimizer takes part in it")
     if any(replica.module.dtensors for replica in replicas):
