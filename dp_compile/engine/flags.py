@@ -155,7 +155,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
     local, checks = replica.state.local, replica.config.check_reductions
     stepped, moved, missed = tuple(sorted(local.stepped)) if checks else (), local.moved, local.missed
     local.stepped.clear()
-    local.moved, local.missed, local.reduced = False, "", False
+    local.moved, local.was_moved, local.missed, local.reduced = False, moved, "", False
     reported = tuple(unused) if checks and not replica.config.may_be_unused else ()
     is_read = (checks or replica.group.has_others) and not (flags.is_cpu and _are_fine(replica, flags))
     if reported or stepped or is_read:

@@ -207,9 +207,13 @@ _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibon
 
 @dataclass(eq=False, slots=True)
 class _Sums:
-    """Sums on their way: those of this rank, and the largest and the inverse of the smallest of all ranks."""
+    """Sums on their way: those of this rank, and the largest and the inverse of the smallest of all ranks.
+
+    `local`: parameters were changed by gradients of this rank, as in the first half of a step of SAM.
+    """
 
     after: int
+    local: bool
     indices: tuple[int, ...]
     own: torch.Tensor
     reduced: torch.Tensor
@@ -261,22 +265,19 @@ def check_parameters(replica: Replica) -> None:
     every, why_not = check_parameters_every(), _why_not_compared(replica)
     if replica in _first_steps and replica.history.synced_backwards >= 2 and not replica.state.rehearses:
         tell = _first_steps.pop(replica)
-        found = f"parameters were not compared between ranks: {why_not}"
-        if not why_not and _are_equal(replica, _launch(replica, replica.history.synced_backwards)):
-            found = f"parameters are equal on {replica.group.world_size} ranks"
-        elif not why_not:
-            found = "parameters were not compared between ranks: machines, numbers of threads or builds of torch differ"
-        tell(replica, found)
+        because = why_not or _why_unequal(replica, _launch(replica, replica.history.synced_backwards))
+        equal = f"parameters are equal on {replica.group.world_size} ranks"
+        tell(replica, f"parameters were not compared between ranks: {because}" if because else equal)
     if why_not:
         return
     this = _comparisons.get(replica) or _comparisons.setdefault(replica, _Comparisons())
     this.backwards += 1
     sums, this.sums = this.sums, None
-    if sums is not None and not _are_equal(replica, sums) and every is None:
+    if sums is not None and _why_unequal(replica, sums) == _BUILDS_DIFFER:
         this.is_off = True
         logger.warning(
-            "parameters are not compared between ranks: machines, numbers of threads or builds of torch differ, so "
-            f"optimizers may round differently. {CHECK_VARIABLE}=100 compares them nevertheless."
+            f"parameters are not compared between ranks: {_BUILDS_DIFFER}, so optimizers may round differently. "
+            f"{CHECK_VARIABLE}=100 compares them nevertheless."
         )
     number = this.backwards
     is_power_of_two = number > 1 and number & (number - 1) == 0
@@ -308,19 +309,23 @@ def _why_not_compared(replica: Replica) -> str:
     return ""
 
 
-def _are_equal(replica: Replica, sums: _Sums) -> bool:
-    """Whether parameters are equal; `False`: they need not be, as ranks round differently.
+_BUILDS_DIFFER: Final = "machines, numbers of threads or builds of torch differ"
+
+
+def _why_unequal(replica: Replica, sums: _Sums) -> str:
+    """Why parameters need not be equal; empty if they are.
 
     Raises:
         DesyncError: they differ.
     """
     places = sums.differing()
-    may_differ = places[:1] == [0]
-    if may_differ and check_parameters_every() is None:
-        return False
+    if sums.local:  # on every rank, else the flags are an error
+        return "each rank changed them after a backward without synchronisation"
+    if places[:1] == [0] and check_parameters_every() is None:
+        return _BUILDS_DIFFER
     if parameters := [place - 1 for place in places if place]:
         raise DesyncError(_describe(replica, sums, parameters))
-    return True
+    return ""
 
 
 def _launch(replica: Replica, after: int) -> _Sums:
@@ -336,7 +341,8 @@ def _launch(replica: Replica, after: int) -> _Sums:
             on_host = torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)
             work, reduced, event = None, on_host.copy_(reduced, non_blocking=True), torch.Event(device)
             event.record()
-    return _Sums(after, indices, own, reduced, work, event)
+    local = replica.state.local
+    return _Sums(after, local.moved or local.was_moved, indices, own, reduced, work, event)
 
 
 def _compared(replica: Replica) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class LocalGradients:
     """Parameters that were changed although they had a gradient that was not reduced."""
     moved: bool = False
     """Parameters were changed after a backward without synchronisation, whose gradients were then dropped."""
+    was_moved: bool = False
+    """The same of the latest synchronised backward."""
     reduced: bool | None = None
     """Of the latest synchronised backward: whether every rank has its gradients; `False`: no rank uses them; `None`:
     this rank's part in its collectives is not over."""
