@@ -216,7 +216,7 @@ class _Builder:
             done: dict[int, fx.Node] = {}
             for index in (len(replica.parameters), *self.wanted.unused[ordinal]):
                 factors = self.factors.get((ordinal, index), ())
-                given = (self.source(ordinal, index), index, ordinal, None, *factors)
+                given: tuple[Any, ...] = (self.source(ordinal, index), index, ordinal, *factors)
                 done[index] = self.graph.call_function(emit, given)
             scattered = replica.after.scattered
             self.reductions |= {(ordinal, index): node for index, node in done.items() if index in scattered}
@@ -289,7 +289,7 @@ def reduce_accumulated(
     """
     in_place = (existing and parameter.grad is not None) or parameter.is_complex()
     grad = _accumulated(parameter)
-    reduced = emit(real_view(grad), index, replica, None, *factors)
+    reduced = emit(real_view(grad), index, replica, *factors)
     if in_place:
         real_view(grad).copy_(reduced)
         parameter.grad = grad
@@ -307,7 +307,7 @@ def reduce_own_part(
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a DTensor: of its gradient, laid out as it is, the part that this rank holds."""
     grad: Any = redistributed_as(parameter, _accumulated(parameter))
-    reduced = emit(grad.to_local(), index, replica, None, *factors)
+    reduced = emit(grad.to_local(), index, replica, *factors)
     result = from_part(reduced, parameter)
     if existing and parameter.grad is not None:
         grad.copy_(result)
@@ -325,7 +325,7 @@ def reduce_to_update(
     *factors: torch.Tensor,
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
-    reduced = emit(_accumulated(parameter), index, replica, None, *factors)
+    reduced = emit(_accumulated(parameter), index, replica, *factors)
     parameter.grad = None
     return reduced
 
@@ -432,7 +432,7 @@ def _plain(
         position = position_of(parameter)
         if existing or position not in gradients or inputs[position].is_complex():
             raise NotPlain("a gradient that is changed in place")
-        gradients[position] = call(REDUCE_GRAD, (gradients[position], index, replica, None, *factors), "reduced")
+        gradients[position] = call(REDUCE_GRAD, (gradients[position], index, replica, *factors), "reduced")
         return gradients[position]
     if node.target is emit:
         return call(REDUCE_GRAD, args, "reduced")

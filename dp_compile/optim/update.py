@@ -132,6 +132,8 @@ class Update:
         self._stepped_at: int | None = None
         """How many nodes of autograd this thread had made at the last `step()`; `None` after a backward."""
         self._awaits_step = False
+        self._begun = False
+        """`step()` has begun and not ended: a hook of the user's failed in it, and it may be called again."""
         self._options: tuple[dict[str, Any], ...] = ()
         """Of the optimizer's groups, as the last synchronised backward found them; nothing after its `step()`."""
         self._loaded_before_step = False
@@ -233,7 +235,7 @@ class Update:
         except BaseException as error:
             self.interrupted(error)
             raise
-        self._awaits_step, self._stepped_at = True, None
+        self._awaits_step, self._stepped_at, self._begun = True, None, False
         if setup.scaler is not None:  # it may leave step() out, but not update()
             optim.note_backward(setup.scaler, setup.optimizer)
         self._done = frozenset(setup.updated)
@@ -288,7 +290,10 @@ class Update:
                 "still scaled. Give it to in_backward(model, optimizer, scaler=scaler)."
             )
         self._check_gradients(optimizer)
-        self.part.before_step()
+        if not self._begun:
+            self.part.before_step()
+            self._gradients = {index: self._gradient(index) for index in self._gradients}  # it may have clipped them
+            self._begun = True
 
     def _gradient(self, index: int) -> tuple[torch.Tensor | None, int]:
         grad = self.setup.replica.parameters[index].grad
@@ -335,7 +340,7 @@ class Update:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._awaits_step, self._options, self._gradients = False, (), {}
+        self._awaits_step, self._options, self._gradients, self._begun = False, (), {}, False
         self._stepped_at = autograd.nodes_made()
         self.setup.updated.clear()
         if self.deferred is not None:
@@ -359,7 +364,7 @@ class Update:
         # A rank that has updated has done so with the state before, one that falls back would with that of now.
         self._loaded_before_step = bool(self._options) and not self._broken
         self._failed, self._awaits_step, self._options = "", False, ()
-        self._gradients, self._stepped_at = {}, None
+        self._gradients, self._stepped_at, self._begun = {}, None, False
 
 
 @compiler.constant

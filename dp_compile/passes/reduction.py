@@ -1,11 +1,11 @@
 """How a gradient is reduced: `reduce_bucket`, which both ways of a backward drive, and the op for it in a graph.
 
-    grad -> dp_compile::reduce_grad(grad, index, replica, after, *factors) -> reduced grad
+    grad -> dp_compile::reduce_grad(grad, index, replica, *factors) -> reduced grad
 
 `index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
-this backward. `after` only orders: the result of the reduction that has to run before. `factors`: those that the plan
-says are given when the code runs, each a number in a tensor, float64. The op says whose gradient it is and nothing
-else; the plan has the rest. It never runs: a pass replaces it with the nodes of its bucket.
+this backward. `factors`: those that the plan says are given when the code runs, each a number in a tensor, float64.
+The op says whose gradient it is and nothing else; the plan has the rest. It never runs: a pass replaces it with the
+nodes of its bucket.
 """
 
 from __future__ import annotations
@@ -311,8 +311,7 @@ def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
-    "reduce_grad(Tensor grad, int index, int replica, Tensor? after=None, Tensor? scale=None, Tensor? post_scale=None)"
-    " -> Tensor"
+    "reduce_grad(Tensor grad, int index, int replica, Tensor? scale=None, Tensor? post_scale=None) -> Tensor"
 )
 
 
@@ -343,11 +342,9 @@ class GradReduction:
     factors: tuple[fx.Node, ...] = ()
 
 
-def emit(
-    grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | None = None, *factors: torch.Tensor
-) -> torch.Tensor:
+def emit(grad: torch.Tensor, index: int, replica: int, *factors: torch.Tensor) -> torch.Tensor:
     """Reduce one gradient. Returns a new tensor with the shape, dtype and strides of `grad`."""
-    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, after, *factors)
+    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, *factors)
     return reduced
 
 
@@ -383,9 +380,8 @@ def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
     found: list[GradReduction] = []
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         match node.args:
-            case fx.Node() as grad, int() as index, int() as replica, *rest if not node.kwargs:
-                factors = tuple(each for each in rest[1:] if isinstance(each, fx.Node))
-                found.append(GradReduction(node, grad, index, replica, factors))
+            case fx.Node() as grad, int() as index, int() as replica, *factors if not node.kwargs:
+                found.append(GradReduction(node, grad, index, replica, tuple(factors)))
             case _:
                 raise InvalidGraphError(f"{node.name} reduces no gradient of a module: {node.args}, {node.kwargs}")
     return tuple(found)

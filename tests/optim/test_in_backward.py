@@ -252,6 +252,24 @@ def falls_back_and_changes() -> None:
             both.compare()
 
 
+def step_fails_once(compile_model: Compile) -> None:
+    """In a hook of the user's, after ours: gradients are clipped once."""
+    both = twins(compile_model=compile_model, max_norm=0.05)
+    both.train(0)
+    both.backward(1)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the user's")
+
+    handle = both.mine.register_step_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="the user's"):
+        both.mine.step()
+    handle.remove()
+    both.step()
+    both.compare()
+    both.train(2)
+
+
 def second_step(way: str, compile_model: Compile) -> None:
     both = made(way, compile_model=compile_model)
     both.mine.step()  # before any backward, as state is initialised for a checkpoint
@@ -326,6 +344,8 @@ def removed(way: str) -> None:
         (gradient_after_the_update, ("sharded",)),
         (gradient_after_the_update, ("overlapping",)),
         (falls_back_and_changes, ()),
+        (step_fails_once, (compile_whole,)),
+        (step_fails_once, (not_compiled,)),
         (second_step, ("whole", compile_whole)),
         (second_step, ("sharded", not_compiled)),
         (clipped_by_hand, ()),
