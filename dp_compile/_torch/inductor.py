@@ -27,7 +27,6 @@ with named():
     from torch._inductor.lowering import fallback_handler as _fallback_handler
     from torch._inductor.lowering import lowerings as _lowerings
     from torch._inductor.lowering import register_lowering as register_lowering
-    from torch._inductor.utils import fresh_cache as _fresh_cache
     from torch._inductor.virtualized import V as _state
 
 GraphPassFn = Callable[[fx.Graph], None]
@@ -191,11 +190,6 @@ def run_first(buffer: Any, users: Sequence[Any]) -> None:
     operation.has_side_effects = lambda: True
     for user in users:
         graph.additional_buffer_deps[user.get_operation_name()].add(buffer.get_name())
-
-
-def empty_cache() -> contextlib.AbstractContextManager[None]:
-    """Inside, Inductor's caches start out empty and go away at the end."""
-    return cast(Callable[[], contextlib.AbstractContextManager[None]], _fresh_cache)()
 
 
 @contextlib.contextmanager

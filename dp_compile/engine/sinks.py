@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from dp_compile.engine.record import OptimizerRecord
-from dp_compile.passes.updates import Leaves, RunsUpdates
+from dp_compile.passes.updates import Leaves, RunsUpdates, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +79,9 @@ class Updates(RunsUpdates, Protocol):
         """The same of an optimizer as data; `None` where none follows reductions."""
 
 
-class TakesParts(Protocol):
-    """What is done with reduced gradients of which each rank has a part."""
-
-    def apply(
-        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        """Take this rank's part of a bucket, by its number in the plan, from a backward that was not captured."""
-
-
 @dataclass(eq=False, slots=True)
 class AfterReduction:
-    """What becomes of reduced gradients, beside that they are `.grad` (`optim/`).
+    """What becomes of reduced gradients, other than `.grad` (`optim/`).
 
     Args:
         updates: optimizers that update its parameters in the backward, each its own.
@@ -103,4 +91,4 @@ class AfterReduction:
 
     updates: list[Updates] = field(default_factory=list)
     scattered: frozenset[int] = frozenset()
-    parts_to: TakesParts | None = None
+    parts_to: Sink | None = None

@@ -45,12 +45,8 @@ class Leaves(Protocol):
         """
 
 
-class RunsUpdates(Protocol):
-    """What the ops ask of an optimizer."""
-
-    @property
-    def deferred(self) -> Leaves | None:
-        """`None`: it leaves nothing."""
+class Sink(Protocol):
+    """Where reduced gradients go, other than to `.grad`."""
 
     def apply(
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -60,6 +56,14 @@ class RunsUpdates(Protocol):
         Where each rank gets a part of a bucket, each gradient is that part. No parameters: the backward does not have
         all gradients of the bucket, or is not captured.
         """
+
+
+class RunsUpdates(Sink, Protocol):
+    """What the ops ask of an optimizer."""
+
+    @property
+    def deferred(self) -> Leaves | None:
+        """`None`: it leaves nothing."""
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[RunsUpdates]]:

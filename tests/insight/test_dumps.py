@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor.utils import fresh_cache
 
 import dp_compile
-from dp_compile._torch import inductor
 from dp_compile.cli.main import main
 from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
 from dp_compile.errors import InvalidGraphError
@@ -80,7 +80,7 @@ def test_the_files_of_a_backward(tmp_path: Path) -> None:
 def test_a_second_run_is_dumped_as_the_first(tmp_path: Path) -> None:
     """The compiler has all of it in its caches and makes it again; afterwards it uses them as before."""
     settings = torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
-    with inductor.empty_cache():
+    with fresh_cache():
         for directory in (None, tmp_path / "0", tmp_path / "1", None):
             model = train(directory, "inductor")
     for number in range(2):

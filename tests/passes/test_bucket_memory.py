@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import dp_compile
-from dp_compile._torch import inductor, storages
+from dp_compile._torch import storages
 from dp_compile.passes import memory as bucket_memory
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import Bucket
@@ -46,7 +46,7 @@ def batch(seed: int) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def code_of_kept() -> Iterator[None]:
     """Code for memory that is used again, made once for all tests: no key of Inductor's cache knows of the limit."""
-    with pytest.MonkeyPatch.context() as patch, inductor.empty_cache():
+    with pytest.MonkeyPatch.context() as patch, fresh_cache():
         patch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
         yield
 
