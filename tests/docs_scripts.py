@@ -27,7 +27,12 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def python_of(name: str, number: int = 0) -> str:
-    """A block of Python of a document, by its number."""
-    path = ROOT / name if name == "README.md" else ROOT / "docs" / name
-    return [block for language, block in blocks(path.read_text()) if language == "python"][number]
+def section(name: str, heading: str) -> str:
+    """A document from a heading of the second level to the next one."""
+    text = (ROOT / name if name == "README.md" else ROOT / "docs" / name).read_text()
+    return next(part for part in re.split(r"^## ", text, flags=re.MULTILINE) if part.startswith(f"{heading}\n"))
+
+
+def python_of(name: str, heading: str, number: int = 0) -> str:
+    """A block of Python of a section, by its number."""
+    return [block for language, block in blocks(section(name, heading)) if language == "python"][number]

@@ -25,7 +25,7 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """Averages parameters in every `period`-th call of `average_parameters`, from call number `warmup_steps` on.
 
-    As torch's, but for what `docs/averaging.md` lists: every parameter is averaged, in place, by dtype.
+    As torch's, but for what `docs/algorithms.md` lists: every parameter is averaged, in place, by dtype.
     """
 
     @cached_property

@@ -18,7 +18,7 @@ from dp_compile.replication.module import no_sync, unwrap, wrap
 class DecentralizedDataParallel(DecentralizedModule):
     """Wraps a module as decent-dp's class of this name does, on `decentralize`, whose options and errors it has.
 
-    `state_dict` keys have the prefix `module.`. `docs/decentralized.md` says what is different on purpose.
+    `state_dict` keys have the prefix `module.`. `docs/algorithms.md` says what is different on purpose.
 
     Args:
         model: the module to wrap, on its device already; also found as `.module`.

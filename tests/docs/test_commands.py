@@ -21,6 +21,8 @@ from torch.nn import functional as F
 import dp_compile
 from dp_compile.testing.ranks import Ranks
 
+OPTIMIZERS = "Optimizers in the backward"
+
 
 def run_shown(code: str, batches: int = 3) -> dict[str, Any]:
     """Run lines with a small model on data of this rank's own: what they print and leave.
@@ -67,33 +69,37 @@ def run_shown(code: str, batches: int = 3) -> dict[str, Any]:
 def test_the_start_on_a_cluster() -> None:
     with mock.patch.object(dist, "init_process_group") as start, mock.patch.dict(os.environ, LOCAL_RANK="3"):
         names: dict[str, Any] = {}
-        exec(python_of("clusters.md"), names)
+        exec(python_of("integrations.md", "Clusters"), names)
     assert names["local_rank"] == 3
     assert start.call_args.kwargs["timeout"].total_seconds() == 1800
 
 
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
-    optimizer = python_of("optimizers.md").split("dp_compile.optim.in_backward")[0]
+    optimizer = python_of("tuning.md", OPTIMIZERS).split("dp_compile.optim.in_backward")[0]
     for code, where, text in (
-        (python_of("README.md"), "printed", "backwards: 3 captured"),
-        (python_of("migration.md"), "printed", "backwards: 3 captured"),
-        (python_of("optimizers.md"), "report", "2 parameters updated in it"),
-        (python_of("optimizers.md", 2), "report", "the last backward left 2 updates for the next forward"),
-        (optimizer + python_of("optimizers.md", 3), "report", "the last backward left 1 all-gather for the next"),
+        (python_of("README.md", "Ten lines"), "printed", "backwards: 3 captured"),
+        (python_of("quickstart.md", "From DistributedDataParallel"), "printed", "backwards: 3 captured"),
+        (python_of("tuning.md", OPTIMIZERS), "report", "2 parameters updated in it"),
+        (python_of("tuning.md", OPTIMIZERS, 2), "report", "the last backward left 2 updates for the next forward"),
+        (
+            optimizer + python_of("tuning.md", OPTIMIZERS, 3),
+            "report",
+            "the last backward left 1 all-gather for the next",
+        ),
     ):
         one, other = ranks2.run(run_shown, code)
         assert text in one[where]
         assert one["parameters"] == other["parameters"]
     one, other = ranks2.run(
-        run_shown, optimizer + "import torch.distributed.checkpoint\n" + python_of("optimizers.md", 1)
+        run_shown, optimizer + "import torch.distributed.checkpoint\n" + python_of("tuning.md", OPTIMIZERS, 1)
     )
     (here, whole), (there, _) = one["elements of state"], other["elements of state"]
     assert here + there == whole > 0
     assert one["parameters"] == other["parameters"]
-    one, other = ranks2.run(run_shown, python_of("averaging.md"), 7)
+    one, other = ranks2.run(run_shown, python_of("algorithms.md", "Averaging parameters"), 7)
     assert one["steps"] == 7
     assert one["parameters"] == other["parameters"]
-    one, other = ranks2.run(run_shown, python_of("decentralized.md"))
+    one, other = ranks2.run(run_shown, python_of("algorithms.md", "Decentralized data parallel"))
     assert "topology one-peer-exp" in one["report"]
     assert one["parameters"] != other["parameters"]
     assert one["saved"] == other["saved"] != []

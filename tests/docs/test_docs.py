@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import api
+from docs_scripts import section
 from test_layout import ROOMS
 
 import dp_compile
@@ -19,7 +20,6 @@ from dp_compile.config import ReplicateConfig
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dp_compile"
 TEXTS = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-DESIGN = (ROOT / "docs" / "design.md").read_text()
 README_LINES = 200
 WAY_FILES = 12
 PLACES = {"docs", "tests", ".ci", "dp_compile", *(path.name for path in PACKAGE.iterdir() if path.is_dir())}
@@ -72,27 +72,21 @@ def test_links_files_and_functions_are_there() -> None:
 
 def test_what_leads_nowhere_is_seen() -> None:
     text = (
-        "# A `b` c's\n# A b cs\n[1](#a-b-cs) [2](#a-b-cs-1) [3](index.md#documents) [4](https://x.y)\n"
-        '[5](#a) [6](gone.md) [7](index.md#gone) <img src="gone.svg">\n```\n[8](gone.md)\n```\n'
+        "# A `b` c's\n# A b cs\n[1](#a-b-cs) [2](#a-b-cs-1) [3](gpu.md#gpus) [4](https://x.y)\n"
+        '[5](#a) [6](gone.md) [7](gpu.md#gone) <img src="gone.svg">\n```\n[8](gone.md)\n```\n'
     )
-    assert list(leads_nowhere(ROOT / "docs" / "index.md", text)) == ["#a", "gone.md", "index.md#gone", "gone.svg"]
+    assert list(leads_nowhere(ROOT / "docs" / "gpu.md", text)) == ["#a", "gone.md", "gpu.md#gone", "gone.svg"]
     assert not is_there("engine/gone.py")
     assert names_that_are_gone("`plan/words.py` has `BYTES_PER_MB` and `words.gone`") == ["words.gone"]
 
 
-def test_the_index_lists_every_document_and_the_readme_is_short() -> None:
-    listed = re.findall(r"^- \[(\S+)\]\(\1\): \S", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in TEXTS if path.name not in ("index.md", "README.md"))
-    assert len(TEXTS[ROOT / "README.md"].splitlines()) <= README_LINES
+def test_the_readme_links_every_page_and_is_short() -> None:
+    readme = TEXTS[ROOT / "README.md"]
+    assert {path.name for path in TEXTS} - {"README.md"} <= set(re.findall(r"\]\(docs/(\w+\.md)[)#]", readme))
+    assert len(readme.splitlines()) <= README_LINES
 
 
 # --- the design -----------------------------------------------------------------------------------------------------
-
-
-def section(title: str) -> str:
-    """A section of the design, with those below it."""
-    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", DESIGN, re.MULTILINE | re.DOTALL)
-    return str(found)
 
 
 def names_that_are_gone(part: str) -> list[str]:
@@ -105,17 +99,17 @@ def names_that_are_gone(part: str) -> list[str]:
 
 
 def test_the_design_names_what_is_there_and_the_way_of_one_gradient_is_short() -> None:
-    way = re.findall(r"^\d+\. `([^`]+)`", section("The way of one gradient"), re.MULTILINE)
+    way = re.findall(r"^\d+\. `([^`]+)`", section("design.md", "The way of one gradient"), re.MULTILINE)
     assert 1 < len(set(way)) == len(way) <= WAY_FILES
     assert [name for name in way if not (PACKAGE / name).is_file()] == []
-    steps = re.split(r"^\d+\. ", section("The way of one gradient"), flags=re.MULTILINE)[1:]
-    for part in (*steps, *section("Where to add").split("### ")[1:]):
+    steps = re.split(r"^\d+\. ", section("design.md", "The way of one gradient"), flags=re.MULTILINE)[1:]
+    for part in (*steps, *section("design.md", "Where to add").split("### ")[1:]):
         assert [name for name in named_files(part) if not is_there(name)] == []
         assert names_that_are_gone(part) == []
 
 
 def test_the_rooms_are_those_of_the_layout() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", section("Rooms"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", section("design.md", "Rooms"), re.MULTILINE)
     listed = [tuple(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows]
     assert [set(rooms) for rooms in listed] == [set(rooms) for rooms in ROOMS if not rooms[0].startswith("__")]
 
@@ -145,7 +139,7 @@ def names_in(file: Path) -> set[str]:
 
 
 def test_every_line_of_the_semantics_has_tests_that_exist() -> None:
-    text = TEXTS[ROOT / "docs" / "semantics.md"]
+    text = section("semantics.md", "Line by line")
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
     lines = [cells for cells in rows if not set("".join(cells)) <= set("-| ") and cells[0] != "line"]
     assert len(lines) > 50
@@ -159,7 +153,7 @@ def test_every_line_of_the_semantics_has_tests_that_exist() -> None:
 
 
 def test_what_the_page_on_trouble_quotes_is_a_text_of_the_package() -> None:
-    page = TEXTS[ROOT / "docs" / "troubleshooting.md"]
+    page = section("troubleshooting.md", "It hangs, it is slow, gradients differ")
     # The first column of a table in code font, and the last one of the second kind.
     cells = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
     cells += re.findall(r"^\|[^|]*\| (?:the same, or )?(`[^|]*`) \|$", page, re.MULTILINE)

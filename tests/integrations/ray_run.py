@@ -1,4 +1,4 @@
-"""The program of docs/ray.md on a local cluster of two workers, one of which dies, beside one process on all inputs.
+"""The program of Ray Train in docs/integrations.md on two local workers, one of which dies, beside one process.
 
     python tests/integrations/ray_run.py FOLDER PROGRAM
 

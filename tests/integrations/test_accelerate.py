@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import ROOT, blocks, python_of
+from docs_scripts import blocks, python_of, section
 from launched import as_launched, assert_same_steps
 from on_ranks import on_ranks
 from torch import nn
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="accelerate is not installed: pip install -e '.[test-integrations]'"
 )
 STEPS = 20
-PAGE = (ROOT / "docs" / "accelerate.md").read_text()
+PAGE = section("integrations.md", "accelerate")
 
 
 class Blocks(nn.Module):
@@ -183,7 +183,7 @@ def run_the_page(code: str) -> tuple[list[str], list[float], list[str]]:
 
 
 def test_the_page(ranks2: Ranks) -> None:
-    (said, one, files), (said_by_other, other, _) = ranks2.run(run_the_page, python_of("accelerate.md"))
+    (said, one, files), (said_by_other, other, _) = ranks2.run(run_the_page, python_of("integrations.md", "accelerate"))
     assert [f"{line}\n" for line in said] == [text for language, text in blocks(PAGE) if language == "text"]
     assert said_by_other == []
     assert one == other

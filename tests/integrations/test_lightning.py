@@ -204,6 +204,6 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], list[float]]:
 
 
 def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
-    (said, one), (_, other) = ranks2.run(run_the_page, python_of("lightning.md"), str(tmp_path))
+    (said, one), (_, other) = ranks2.run(run_the_page, python_of("integrations.md", "Lightning"), str(tmp_path))
     assert said[0].startswith("lightning: backwards are captured")
     assert one == other

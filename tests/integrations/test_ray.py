@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("ray_run.py")
 def test_the_page(tmp_path: Path) -> None:
     """A worker dies, all go on from the checkpoint and end where one process does on the joint batch."""
     program = tmp_path / "program.py"
-    program.write_text(python_of("ray.md"))
+    program.write_text(python_of("integrations.md", "Ray Train"))
     environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path), str(program)],

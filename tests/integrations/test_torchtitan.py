@@ -85,7 +85,9 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], np.ndarray[Any, Any
 
 def test_the_page(titan_ranks: Ranks, tmp_path: Path) -> None:
     """With what torchtitan's debug job has beside it: bfloat16, selective checkpointing."""
-    (said, one, ways), (_, other, _) = titan_ranks.run(run_the_page, python_of("torchtitan.md"), str(tmp_path))
+    (said, one, ways), (_, other, _) = titan_ranks.run(
+        run_the_page, python_of("integrations.md", "torchtitan"), str(tmp_path)
+    )
     assert said[0].startswith("torchtitan: backwards are captured")
     assert ways == {"captured"}
     np.testing.assert_array_equal(one, other)

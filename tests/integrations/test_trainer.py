@@ -143,7 +143,9 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[s
 
 
 def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
-    (said, one, saved), (_, other, _) = ranks2.run(run_the_page, python_of("trainer.md"), str(tmp_path))
+    (said, one, saved), (_, other, _) = ranks2.run(
+        run_the_page, python_of("integrations.md", "transformers Trainer"), str(tmp_path)
+    )
     assert said[0].startswith("accelerate: backwards are captured")
     assert one == other
     assert saved == ["GPT2LMHeadModel"]

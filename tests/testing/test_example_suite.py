@@ -1,4 +1,4 @@
-"""The suite that docs/testing.md shows runs, and is what is shown there."""
+"""The suite that docs/quickstart.md shows runs, and is what is shown there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from dp_compile.testing.golden import ACCEPT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "testing.md"
+GUIDE = ROOT / "docs" / "quickstart.md"
 SUITE = ROOT / "docs" / "example_suite"
 SHOWN = re.compile(r"^`(docs/example_suite/\S+)`:\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
