@@ -112,21 +112,30 @@ def test_gradients_that_are_not_accumulated_and_other_models() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("obstacle", ["anomaly", "dispatch mode", "stance", "create_graph"])
-def test_obstacles_take_the_eager_way(obstacle: str) -> None:
-    contexts: dict[str, Callable[[], Any]] = {
-        "anomaly": partial(torch.autograd.detect_anomaly, check_nan=False),
-        "dispatch mode": Pass,
-        "stance": partial(torch.compiler.set_stance, "force_eager"),
-    }
-    twin = Twin(mlp())
-    twin.step(batch())
-    twin.model.zero_grad()
-    loss = (twin.model if obstacle == "create_graph" else twin.run)(batch()).square().sum()
-    with contexts.get(obstacle, dp_compile.compiled_backward)():
-        loss.backward(create_graph=obstacle == "create_graph")
-    expect_half(twin.model, twin.plain)
-    assert twin.report.backwards == {"captured": 1, "eager hooks": 1}
+@pytest.mark.parametrize(
+    ("obstacle", "said"),
+    [
+        (partial(torch.autograd.detect_anomaly, check_nan=False), "anomaly mode is on"),
+        (lambda: Pass(), "a TorchDispatchMode"),
+        (partial(torch.compiler.set_stance, "force_eager"), "compilation is switched off"),
+        (dp_compile.compiled_backward, "create_graph=True"),
+    ],
+)
+def test_obstacles_take_the_eager_way(obstacle: Callable[[], Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is said once."""
+    twin, with_graph = Twin(mlp()), said == "create_graph=True"
+    for number in range(3):
+        twin.model.zero_grad()
+        twin.plain.zero_grad()
+        twin.plain(batch()).square().sum().backward()
+        loss = (twin.model if with_graph and number else twin.run)(batch()).square().sum()
+        with obstacle() if number else nullcontext():
+            loss.backward(create_graph=with_graph and number > 0)
+        expect_half(twin.model, twin.plain)
+    assert twin.report.backwards == {"captured": 1, "eager hooks": 2}
+    (message,) = (each.message for each in caplog.records if each.name.startswith("dp_compile."))
+    assert message.startswith("a backward is not captured, its hooks run eagerly: ")
+    assert said in message
 
 
 class Pass(TorchDispatchMode):
@@ -305,21 +314,6 @@ def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyP
     assert [len(each.graph.nodes) for each in traced] == [0, 0]
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 12),
-    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place (pytorch#132923)",
-)
-def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
-    """The check in front of it was another one, and what it calls, compiled to nothing."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = dp_compile.replicate(mlp(), config=AOT)
-    model.compile(backend="aot_eager")  # hooks of the module run outside of what is compiled
-    model(batch())
-    assert torch._dynamo.utils.counters["frames"]["total"] == 1
-    dp_compile.unreplicate(model)  # it holds itself, and other tests count what is replicated
-
-
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[CodeType]:
     """What Dynamo compiles of this package: frames that it meets outside of a graph."""
@@ -335,12 +329,16 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[CodeType]:
     return found
 
 
-def test_a_compiled_train_step_has_no_frames_of_ours(frames: list[CodeType]) -> None:
-    """Its backward breaks the graph, and Dynamo meets what stands in front of the engine."""
+def test_dynamo_compiles_no_frames_of_ours(frames: list[CodeType]) -> None:
+    """The check before a forward runs outside of what is compiled; a backward breaks the graph of a train step."""
     twin, x = Twin(mlp()), batch()
+    twin.model.compile(backend="aot_eager")
+    twin.model(x)
+    assert not frames
     torch.compile(lambda: twin.model(x).square().sum().backward(), backend="aot_eager")()
     assert twin.report.backwards == {"captured": 1}
     assert not frames
+    dp_compile.unreplicate(twin.model)  # it holds itself, and other tests count what is replicated
 
 
 def test_casts_are_no_frames_of_their_own(frames: list[CodeType]) -> None:

@@ -5,6 +5,9 @@ On the fake group an all-reduce returns its input, so a gradient is the local on
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -223,29 +226,42 @@ class Deep(nn.Module):
         return x
 
 
-def test_a_structure_that_changes_is_compiled_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
-    plain, model = Deep(), dp_compile.replicate(Deep(), config=AOT)
+def test_a_structure_that_changes_is_compiled_a_few_times(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that comes again and again is compiled then."""
+    monkeypatch.setattr(backward, "COMES_AGAIN", 3)
+    plain, model, ways = Deep(), dp_compile.replicate(Deep(), config=AOT), []
     model.layers.compile(backend="aot_eager")
     x, before = torch.randn(3, 6), compiler.captures()
-    for number in range(30):
+    for times in (1, 2, 3, 4, 1, 5, 5, 5, 5, 5, 2):
+        captured = dp_compile.report(model).backwards.get("captured", 0)
         for each in (plain, model):
             each.zero_grad()
-            each(x, number % 7 + 1).square().mean().backward()
+            each(x, times).square().mean().backward()
         expect_half(model, plain)
-    assert compiler.captures() - before == len(dp_compile.report(model).captures) == backward.AT_ONCE
+        ways.append("captured" if dp_compile.report(model).backwards["captured"] > captured else "eager")
+    assert ways == ["captured"] * 5 + ["eager"] * 3 + ["captured"] * 3
+    assert compiler.captures() - before == len(dp_compile.report(model).captures) == backward.AT_ONCE + 1
     assert sum("its graph changes" in each for each in messages(caplog)) == 1
 
 
-def test_a_structure_that_comes_again_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "COMES_AGAIN", 3)
-    model = dp_compile.replicate(Deep(), config=AOT)
-    model.layers.compile(backend="aot_eager")
-    ways = []
-    for times in (1, 2, 3, 4, 1, 5, 5, 5, 5, 5, 2):
-        before = dict(dp_compile.report(model).backwards)
-        model(torch.ones(3, 6), times).sum().backward()
-        after = dp_compile.report(model).backwards
-        ways.append("captured" if after["captured"] > before.get("captured", 0) else "eager")
-        model.zero_grad()
-    assert ways == ["captured"] * 5 + ["eager"] * 3 + ["captured"] * 3
-    assert len(dp_compile.report(model).captures) == 5
+# --- the log ------------------------------------------------------------------------------------------------------
+
+
+CODE = """
+import logging, dp_compile, torch  # whichever comes first
+logging.getLogger("dp_compile.plan_sync").info("a plan")
+logging.getLogger("dp_compile.capture").warning("a fallback")
+logging.getLogger("dp_compile.compilation").debug("a graph")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"), [("", ["a fallback"]), ("+dp_compile", ["a plan", "a fallback", "a graph"])]
+)
+def test_torchs_switch_shows_our_log(setting: str, shown: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
+    environment |= {"TORCH_LOGS": setting} if setting else {}  # torch does not take an empty one
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    assert [line.split("] ")[-1] for line in done.stderr.splitlines()] == shown

@@ -20,38 +20,51 @@ WAYS: dict[str, Any] = {"captured": compile_whole, "not compiled": not_compiled}
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.common, self.often = mlp(), nn.Linear(6, 6)
+        self.common, self.left, self.right = mlp(), nn.Linear(6, 6), nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor, often: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, left_out: str = "") -> torch.Tensor:
         x = self.common(x)
-        return self.often(x) if often else x
+        if left_out != "left":
+            x = x + self.left(x)
+        return x if left_out == "right" else x + self.right(x)
 
 
-def run_left_out(way: str, by: str) -> str:
-    """In the second step all ranks, or the last one, leave a part out."""
+def run_left_out(way: str, parts: tuple[str, ...], at: int) -> str:
+    """In step `at` each rank leaves one of `parts` out, the last rank the last one."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = dp_compile.replicate(Branches(), config=AOT)
     run, error = WAYS[way](model), ""
+    part = parts[-1] if dist.get_rank() == dist.get_world_size() - 1 else parts[0]
     try:
-        for number in range(2):
+        for number in range(at + 1):
             model.zero_grad()
-            leaves_out = number == 1 and (by == "all" or dist.get_rank() == dist.get_world_size() - 1)
-            run(batch(number), not leaves_out).square().mean().backward()
+            run(batch(number), part if number == at else "").square().mean().backward()
     except ReductionError as found:
         error = str(found)
     dp_compile.unreplicate(model)
     return error
 
 
-@pytest.mark.parametrize("by", ["all", "one"])
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_named_on_every_rank(ranks: Ranks, way: str, by: str) -> None:
-    found = ranks.run(run_left_out, way, by)
+@pytest.mark.parametrize(
+    ("way", "parts", "at"),
+    [
+        ("captured", ("left",), 1),
+        ("captured", ("left", "right"), 0),
+        ("captured", ("", "right"), 1),
+        ("not compiled", ("left",), 0),
+        ("not compiled", ("", "right"), 1),
+    ],
+)
+def test_it_is_named_on_every_rank(ranks: Ranks, way: str, parts: tuple[str, ...], at: int) -> None:
+    found = ranks.run(run_left_out, way, parts, at)
     for rank, error in enumerate(found):
-        here = by == "all" or rank == len(found) - 1
-        where = "this rank" if here else f"rank {len(found) - 1}"
-        assert f"without a gradient on {where}: often.weight, often.bias" in error
+        own, last = parts[-1] if rank == len(found) - 1 else parts[0], len(found) - 1
+        if own:
+            assert f"without a gradient on this rank: {own}.weight, {own}.bias" in error
+        if parts[0] != parts[-1] and rank != last:
+            assert f"on rank {last}: {parts[-1]}.weight, {parts[-1]}.bias" in error
+        assert "find_unused_parameters=True" in error
 
 
 # --- not finite ------------------------------------------------------------------------------------------------------

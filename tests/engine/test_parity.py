@@ -1,10 +1,11 @@
-"""Real ranks: gradients, parameters and their layout equal torch's DDP after several steps."""
+"""Real ranks: gradients, parameters and their layout equal torch's DDP after several steps.
+
+Each model and each way to train once; `tests/harness/parity.py` has all options together.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Case, train_both
+from parity import Case, not_compiled, train_both
 from plans import uncoalesced
 from torch import nn
 
@@ -41,9 +42,10 @@ def images(rank: int, step: int) -> tuple[torch.Tensor]:
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, frozen: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+        self.layers[0].weight.requires_grad_(not frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -67,12 +69,6 @@ class UsedTwice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(torch.relu(self.layer(x)))
-
-
-class Frozen(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].weight.requires_grad_(False)
 
 
 class Branches(nn.Module):
@@ -100,17 +96,29 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
     "gpt with tied weights": (gpt, tokens),
     "convnet in channels_last": (ConvNet, images),
     "parameter used twice": (UsedTwice, vectors),
-    "frozen parameter": (Frozen, vectors),
+    "frozen parameter": (lambda: MLP(frozen=True), vectors),
+    "branches": (Branches, branch_by_rank_and_step),
 }
-
+SMALL = {"options": {"bucket_cap_mb": 0.001}}
+KEPT = {"set_to_none": lambda step: False}
+UNUSED = {"steps": 6, "options": {"find_unused_parameters": True}}
+EAGER = {"compile_model": not_compiled}
+# Gradients are kept from the second step on, so that both forms are compiled.
+INDUCTOR = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {},
-    "gradients kept": {"set_to_none": lambda step: False},
+    "gradients kept": KEPT,
     "accumulation": {"micro_steps": 3},
     "bf16 autocast": {"autocast": True, "rtol": 2e-2, "atol": 2e-3},
     "no passes": {"options": {"passes": ()}},
-    "small buckets": {"options": {"bucket_cap_mb": 0.001}},
-    "not compiled": {"compile_model": lambda model: model, "micro_steps": 3},
+    "small buckets": SMALL,
+    "inductor": SMALL | INDUCTOR | {"set_to_none": lambda step: step % 2 == 0},
+    "eager, accumulation": EAGER | {"micro_steps": 3},
+    "eager, small buckets": EAGER | SMALL,
+    "unused": UNUSED,
+    "unused, kept, accumulation": UNUSED | KEPT | {"micro_steps": 2},
+    "unused, eager, kept": UNUSED | KEPT | EAGER,
+    "unused, eager, accumulation": UNUSED | EAGER | {"micro_steps": 2},
 }
 
 
@@ -120,64 +128,40 @@ def run_case(kind: str, variant: str, **changes: Any) -> Report:
     return train_both(Case(build=build, batch=batch, **VARIANTS[variant] | changes))
 
 
-PAIRS: dict[str, set[str]] = {
-    "mlp": set(VARIANTS),
-    "gpt with tied weights": {"bf16 autocast", "small buckets"},
-    "convnet in channels_last": {"gradients kept", "no passes", "not compiled"},
-    "parameter used twice": {"accumulation"},
-    "frozen parameter": {"compiled"},
-}
-"""Each kind and each variant; `tests/harness/parity.py` has all options together."""
-
-
 @pytest.mark.parametrize(
     ("kind", "variant"),
-    [(kind, variant) for kind in KINDS for variant in VARIANTS if variant in PAIRS[kind]],
+    [
+        ("mlp", "accumulation"),
+        ("mlp", "no passes"),
+        ("gpt with tied weights", "bf16 autocast"),
+        ("gpt with tied weights", "small buckets"),
+        ("convnet in channels_last", "gradients kept"),
+        ("convnet in channels_last", "inductor"),
+        ("parameter used twice", "accumulation"),
+        ("frozen parameter", "compiled"),
+    ],
 )
 def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
     for report in ranks.run(run_case, kind, variant):
-        if variant == "not compiled":
-            assert set(report.backwards) == {"eager hooks", "without sync"}
-        else:
-            assert set(report.backwards) <= {"captured", "captured without sync"}
-            assert report.captures[-1].graphs == 1
-
-
-def test_inductor(ranks: Ranks) -> None:
-    """The same through code generation; gradients kept from the second step on, so both forms are compiled."""
-    for report in ranks.run(run_inductor_case):
-        assert all(record.graphs == 1 for record in report.captures)
-        assert 1 < report.captures[0].collectives < report.captures[0].hooks
-
-
-def run_inductor_case() -> Report:
-    changes = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
-    return run_case("convnet in channels_last", "small buckets", set_to_none=lambda step: step % 2 == 0, **changes)
+        assert set(report.backwards) <= {"captured", "captured without sync"}
+        assert {record.graphs for record in report.captures} == {1}
+        if variant == "inductor":
+            assert 1 < report.captures[0].collectives < report.captures[0].hooks
 
 
 # --- hooks that run eagerly -------------------------------------------------------------------------------------
 
 
-def run_eager_hooks(kind: str, variant: str) -> Report:
-    """Without any compiler: a first compiled forward would decide for hooks, so enter past the decision."""
-    build, batch = KINDS[kind]
-
-    def keep_hooks(model: nn.Module) -> nn.Module:
-        return model
-
-    return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **VARIANTS[variant]))
-
-
-@pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets"])
+@pytest.mark.parametrize("variant", ["eager, accumulation", "eager, small buckets"])
 def test_eager_hooks(ranks: Ranks, variant: str) -> None:
-    for kind in KINDS:
-        for report in ranks.run(run_eager_hooks, kind, variant):
-            assert report.mode == "python hooks"
+    for kind in list(KINDS)[:-1]:
+        for report in ranks.run(run_case, kind, variant):
+            assert set(report.backwards) <= {"eager hooks", "without sync"}
 
 
 @dataclass(frozen=True)
 class LateWork:
-    """A collective whose result is there when somebody waits for it, not before."""
+    """A collective whose result is there when it is waited for, not before."""
 
     tensors: list[torch.Tensor]
 
@@ -198,7 +182,7 @@ def test_eager_hooks_wait_for_their_buckets(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("fake_group")
 def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As captured code does on another rank: the last module first, whatever gradients arrive first."""
+    """As captured code does on another rank: the last module first, in whichever order gradients are complete."""
     launched: list[int] = []
 
     def launch(ops: EagerOps, stage: Stage, tensors: list[torch.Tensor]) -> Launched:
@@ -218,102 +202,31 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
 LAYOUTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "flat": contextlib.nullcontext,
     "grouped": uncoalesced,
-    "half apart": lambda: uncoalesced(2),
+    "half of them flat": lambda: uncoalesced(2),
 }
 
 
-def run_one_rank_eagerly(kind: str, layout: str) -> dict[str, int]:
-    """Rank 1 cannot capture some of its backwards; the collectives still fit together."""
-    build, batch = KINDS[kind]
-    torch._dynamo.reset()
-    _calls[0] = 0
+def run_one_rank_eagerly(layout: str) -> dict[str, int]:
+    """Rank 1 cannot capture each second of its backwards; the collectives still fit together."""
+    calls: list[int] = []
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        calls.append(dist.get_rank())  # the loss of ours and that of torch's DDP, in turns
+        torch.compiler.set_stance("force_eager" if calls[-1] == 1 and len(calls) % 4 == 3 else "default")
+        return output.square().mean()
+
     with LAYOUTS[layout]():
-        return dict(train_both(Case(build=build, batch=batch, loss=lambda out: _maybe_uncaptured(out))).backwards)
-
-
-def _maybe_uncaptured(output: torch.Tensor) -> torch.Tensor:
-    loss = output.square().mean()
-    _calls[0] += 1
-    torch.compiler.set_stance("force_eager" if dist.get_rank() == 1 and _calls[0] % 4 == 3 else "default")
-    return loss
-
-
-_calls = [0]
+        return dict(run_case("convnet in channels_last", "compiled", loss=loss).backwards)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["convnet in channels_last"])
-def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, kind: str, layout: str) -> None:
-    first, second, *_ = ranks.run(run_one_rank_eagerly, kind, layout)
+def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, layout: str) -> None:
+    first, second, *_ = ranks.run(run_one_rank_eagerly, layout)
     assert first == {"captured": 4}
     assert second == {"captured": 2, "eager hooks": 2}
 
 
-# --- unused parameters ------------------------------------------------------------------------------------------
-
-
-def run_unused(compiled: str, micro_steps: int, kept: bool) -> Report:
-    torch._dynamo.reset()
-    case = Case(
-        build=Branches,
-        batch=branch_by_rank_and_step,
-        steps=6,
-        micro_steps=micro_steps,
-        options={"find_unused_parameters": True},
-        set_to_none=lambda step: not kept,
-    )
-    if compiled == "eager":
-        case = dataclasses.replace(case, compile_model=lambda model: model)
-    return train_both(case)
-
-
-@pytest.mark.parametrize(
-    ("kept", "micro_steps", "compiled"),
-    [(False, 1, "compiled"), (True, 2, "compiled"), (True, 1, "eager"), (False, 2, "eager")],
-)
-def test_unused_on_one_rank_with_find_unused(ranks: Ranks, compiled: str, micro_steps: int, kept: bool) -> None:
-    for report in ranks.run(run_unused, compiled, micro_steps, kept):
-        if compiled == "compiled":
-            assert any(record.completed for record in report.captures)
-
-
-def run_unused_error(only_rank: int | None) -> str:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Branches()
-    model.never.requires_grad_(False)
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    compiled = torch.compile(Both(model), backend="aot_eager")
-    skip = dist.get_rank() == only_rank or only_rank is None
-    try:
-        compiled(*vectors(dist.get_rank(), 0), skip).sum().backward()
-    except dp_compile.ReductionError as error:
-        return str(error)
-    return "no error"
-
-
-class Both(nn.Module):
-    """Runs both branches unless told to skip one: the left one on rank 0, the right one elsewhere."""
-
-    def __init__(self, model: Branches) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
-        if skip:
-            return self.model(x, 1 - min(dist.get_rank(), 1))
-        return self.model(x, 0) + self.model(x, 1)
-
-
-def test_unused_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    first, second, *_ = ranks.run(run_unused_error, None)
-    assert "on this rank: left.weight, left.bias" in first
-    assert re.search(r"on ranks? 1[\d, ]*: right.weight, right.bias", first)
-    assert "on this rank: right.weight, right.bias" in second
-    assert "find_unused_parameters=True" in second
-
-
-def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    first, second, *_ = ranks.run(run_unused_error, 1)
-    assert "on rank 1: right.weight, right.bias" in first
-    assert "on this rank: right.weight, right.bias" in second
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each.startswith("unused")])
+def test_unused_on_one_rank_with_find_unused(ranks: Ranks, variant: str) -> None:
+    for report in ranks.run(run_case, "branches", variant):
+        assert any(record.completed for record in report.captures) is ("eager" not in variant)

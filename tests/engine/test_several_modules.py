@@ -370,19 +370,6 @@ def test_warmup_and_join_reach_parts(ranks2: Ranks) -> None:
     assert ranks2.run(run_join) == [2, 3]
 
 
-def run_other() -> str:
-    config = replace(AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=(FP16, BF16)[dist.get_rank()]))
-    with pytest.raises(dp_compile.DesyncError) as error:
-        dp_compile.replicate(Net().embed, config=config)
-    return str(error.value)
-
-
-def test_ranks_that_differ(ranks2: Ranks) -> None:
-    for text in ranks2.run(run_other):
-        assert "mp_policy" in text
-        assert "address" not in text
-
-
 @pytest.mark.usefixtures("fake_group")
 class TestAlone:
     def test_synchronisation_reaches_parts(self) -> None:

@@ -1,4 +1,7 @@
-"""Data parallel beside tensor parallel: parameters stay DTensors, and all is as in one process on the joint batch."""
+"""Data parallel with tensor parallel: parameters stay DTensors, and all is as in one process on the joint batch.
+
+Unused parameters and three mesh dimensions: `test_mesh_fuzz.py`.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +40,23 @@ from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
 
-TOKENS, STEPS = 12, 4
+TOKENS, STEPS, BF16 = 12, 4, torch.bfloat16
 
 
 class Net(nn.Module):
     """Sizes that two ranks do not share evenly: a vocabulary of eleven, seven features inside."""
 
-    def __init__(self, hidden: int = 7, spare: bool = False) -> None:
+    def __init__(self, hidden: int = 7) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
         self.norm = nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 11, bias=False)
-        if spare:
-            self.spare = nn.Linear(8, 8, bias=False)
 
-    def forward(self, tokens: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
-        if use_spare:
-            x = x + self.spare(x)
         factor: Any = self.scale.sum()
         if isinstance(factor, DTensor):  # used for a part of the sequence: its gradient is partial over `tp`
             factor = factor.to_local(grad_placements=[Partial()])
@@ -67,9 +66,7 @@ class Net(nn.Module):
 
 def colwise(model: nn.Module, mesh: DeviceMesh) -> None:
     """Some layers only; the others are plain, and the same on all ranks of `tp`."""
-    layers = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-    spare = {"spare": ColwiseParallel(output_layouts=Replicate())} if "spare" in model._modules else {}
-    parallelize_module(model, mesh, layers | spare)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
 
 def everything(model: Any, mesh: DeviceMesh) -> None:
@@ -97,9 +94,8 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(11, (3, TOKENS), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def loss_of(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-    logits = model(tokens, **options)
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
 
 
 def models(plan: str, shape: tuple[int, ...], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
@@ -150,22 +146,24 @@ def compare(model: nn.Module, alone: nn.Module, when: str, *, tolerance: float =
 def train(
     plan: str,
     way: str,
-    shape: tuple[int, ...] = (2, 2),
-    config: dp_compile.ReplicateConfig = AOT,
+    shape: tuple[int, ...],
     *,
     set_to_none: bool = True,
     accumulate: int = 2,
     hook: Any = None,
     tolerance: float = 1e-5,
-    passes: tuple[Any, ...] | None = None,
-) -> dict[str, int]:
-    """Some steps beside one process with the joint batch. Returns which way the backwards went.
+    **options: Any,
+) -> tuple[dict[str, int], list[Orders]]:
+    """Some steps and the same in one process with the joint batch. Returns the ways of the backwards, and the orders
+    of collectives in graphs.
 
     Each `accumulate`th step has a backward without synchronisation before its own.
     """
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
     dp, ranks, here = dp_of(mesh)
-    dp_compile.replicate(model, device_mesh=dp, config=config, passes=passes)
+    config = replace(AOT, **options)
+    Reads.found.clear()
+    dp_compile.replicate(model, device_mesh=dp, config=config, passes=(Reads(), *DEFAULT_PASSES, Reads(last=True)))
     if hook is not None:
         model.register_comm_hook(mesh["dp"].get_group(), hook)
     before = facts_of(model)
@@ -196,7 +194,7 @@ def train(
     assert {each.graphs for each in captures} <= {1}
     found = dict(dp_compile.report(model).backwards)
     dp_compile.unreplicate(model)
-    return found
+    return found, list(Reads.found)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -217,96 +215,35 @@ def test_plans_know_when_parts_are_ready() -> None:
     assert min(found[0].values()) < 0.3
 
 
-NIGHTLY = pytest.mark.nightly
-
-
 @pytest.mark.parametrize(
-    ("plan", "way", "shape", "options", "found"),
+    ("plan", "way", "shape", "options"),
     [
-        ("colwise", "eager", (2, 2), {}, "eager hooks"),
-        ("everything", "eager", (2, 2), {"set_to_none": False}, "eager hooks"),
+        ("colwise", "eager", (2, 2), {}),
+        ("everything", "eager", (2, 2), {"set_to_none": False}),
+        ("everything", "eager", (2, 2), {"hook": default_hooks.fp16_compress_hook, "tolerance": 0.02}),
+        ("everything", "eager", (2, 2), {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16), "tolerance": 0.05}),
+        # In float64, where an option that is dropped shows in dtypes and a wrong number is no matter of rounding.
+        ("everything", "eager", (2, 2), {"mp_policy": MixedPrecisionPolicy(torch.float64, torch.float64)}),
         # What is left by the first has no layout of the parameter, what is left by later ones has.
-        ("everything", "captured", (2, 2), {"set_to_none": False, "accumulate": 1}, "captured"),
-        pytest.param("colwise", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
-        pytest.param("everything", "captured", (1, 4), {}, "captured", marks=NIGHTLY),
-        pytest.param("everything", "captured", (4, 1), {}, "captured", marks=NIGHTLY),
+        ("everything", "captured", (2, 2), {"set_to_none": False, "accumulate": 1}),
+        pytest.param("colwise", "captured", (2, 2), {"backend": "inductor"}, marks=pytest.mark.nightly),
+        pytest.param("everything", "captured", (1, 4), {"backend": "inductor"}, marks=pytest.mark.nightly),
+        pytest.param("everything", "captured", (4, 1), {}, marks=pytest.mark.nightly),
     ],
 )
 def test_equals_one_process(
-    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, int], found: str
+    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    results = meshed.run(_train, plan, way, shape, options)
+    results = meshed.run(partial(train, plan, way, shape, **options))
     for place in range(len(results[0][1])):
         assert not unordered([orders[place] for _, orders in results])
     assert bool(results[0][1]) == (way == "captured")
+    synced, local = ("eager hooks", "without sync") if way == "eager" else ("captured", "captured without sync")
     for backwards, _ in results:
-        without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
-        assert backwards == {found: STEPS, without: STEPS // options.get("accumulate", 2)}
+        assert backwards == {synced: STEPS, local: STEPS // options.get("accumulate", 2)}
 
 
-def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, int]) -> tuple[dict[str, int], list[Orders]]:
-    Reads.found.clear()
-    backwards = train(plan, way, shape, passes=(Reads(), *DEFAULT_PASSES, Reads(last=True)), **options)
-    return backwards, list(Reads.found)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", list(PLANS))
-def test_equals_one_process_with_inductor(meshed: Ranks, plan: str) -> None:
-    for backwards in meshed.run(train, plan, "captured", (2, 2), dp_compile.ReplicateConfig()):
-        assert backwards == {"captured": STEPS, "captured without sync": STEPS // 2}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", ["eager", "captured"])
-def test_two_levels_beside_it(way: str) -> None:
-    """Eight ranks: two nodes, two ranks inside that hold the same parts, two that hold others."""
-    eight = Ranks(8, "forkserver")
-    try:
-        eight.run(train, "everything", way, (2, 2, 2))
-    finally:
-        eight.stop()
-
-
-# --- beside other options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
-def test_mixed_precision(meshed: Ranks, way: str) -> None:
-    """In float64, where an option that is dropped shows in dtypes and a wrong number is no matter of rounding."""
-    wide = replace(AOT, mp_policy=MixedPrecisionPolicy(torch.float64, torch.float64))
-    meshed.run(train, "everything", way, (2, 2), wide)
-
-
-def compressed() -> None:
-    train("everything", "eager", hook=default_hooks.fp16_compress_hook, tolerance=0.02)
-    half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    train("everything", "eager", config=replace(AOT, mp_policy=half), tolerance=0.05)
-
-
-def test_casts_on_the_wire(meshed: Ranks) -> None:
-    meshed.run(compressed)
-
-
-def unused(way: str) -> None:
-    """A layer that one rank of `dp` uses; then one that none uses."""
-    model, alone, mesh = models("colwise", (2, 2), tied=False, spare=True)
-    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT, find_unused_parameters=True)
-    run = model if way == "eager" else torch.compile(model, backend="aot_eager")
-    here = mesh["dp"].get_local_rank()
-    before = facts_of(model)
-    for step, who in enumerate(((0,), (), (0, 1))):
-        for each in (model, alone):
-            each.zero_grad()
-        loss_of(run, batch(step, here), use_spare=here in who).backward()
-        (sum(loss_of(alone, batch(step, rank), use_spare=rank in who) for rank in range(2)) / 2).backward()
-        compare(model, alone, f"step {step}")
-    assert facts_of(model) == before
-
-
-@pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
-def test_unused_parameters(meshed: Ranks, way: str) -> None:
-    meshed.run(unused, way)
+# --- with other options ----------------------------------------------------------------------------------------
 
 
 def uneven() -> None:

@@ -1,11 +1,13 @@
-"""Gradients that are reduced inside nodes first, then between them: the same as torch's DDP on one level."""
+"""Gradients that are reduced inside nodes first, then between them: as FSDP2's hybrid sharding.
+
+Beside torch's DDP they are run by the fuzzer (`levels`), with unused parameters, accumulation and several buckets.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.insight.report import Report
@@ -28,90 +29,8 @@ NODES = ("between", "inside")
 TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
 
 
-class Net(nn.Module):
-    """Sizes that no number of ranks divides, two dtypes, and what some ranks do not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.spare = mlp(7), mlp(5), nn.Linear(6, 6, bias=False)
-        self.factor = nn.Parameter(torch.ones(5, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x) * self.factor.prod().float()
-        if dist.get_rank() % 2:
-            x = x + self.spare(x)
-        result: torch.Tensor = self.last(x)
-        return result
-
-
-def check_gradients(ours: nn.Module, theirs: nn.Module, plain: nn.Module, wire: torch.dtype | None) -> None:
-    """As near as sums of the same numbers in another order can be told to be.
-
-    Of a sum of N numbers, each rounded and scaled before, no element is further from the truth than N + 1 units in the
-    last place of the sum of their magnitudes; both of ours and theirs can be.
-    """
-    ranks = dist.get_world_size()
-    for (name, one), other, local in zip(ours.named_parameters(), theirs.parameters(), plain.parameters(), strict=True):
-        magnitude = torch.zeros_like(local) if local.grad is None else local.grad.abs() / ranks
-        dist.all_reduce(magnitude)
-        if other.grad is None:
-            assert one.grad is None, name
-            continue
-        assert one.grad is not None, name
-        assert (one.grad.dtype, one.grad.stride()) == (one.dtype, one.stride()), name
-        eps = torch.finfo(one.dtype if wire is None else wire).eps
-        assert ((one.grad - other.grad).abs() <= (ranks + 1) * eps * magnitude).all(), name
-
-
-def run_beside(way: str, wire: torch.dtype | None) -> Report:
-    """A step beside torch's DDP, and one with an accumulation; ranks use other parameters."""
-    torch._dynamo.reset()
-    torch.manual_seed(dist.get_rank())  # replicate() has to undo this
-    model = Net()
-    theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
-    plain = copy.deepcopy(theirs.module)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    policy = MixedPrecisionPolicy(reduce_dtype=wire)
-    options = {"find_unused_parameters": True, "mp_policy": policy, "bucket_cap_mb": 1e-4}
-    config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
-    dp_compile.replicate(model, device_mesh=mesh, config=config)
-    run = model if way == "not compiled" else compile_whole(model)
-    sides = [
-        (run, lambda: dp_compile.no_sync(model), model),
-        (theirs, theirs.no_sync, theirs),
-        (plain, nullcontext, plain),
-    ]
-    by_hooks = way == "hooks" or (way == "hooks on some ranks" and dist.get_rank() in (0, 3))
-    for step in range(2):
-        for call, no_sync, module in sides:
-            module.zero_grad()
-            for micro in range(2 if step == 1 else 1):
-                with no_sync() if step == 1 and micro == 0 else nullcontext():
-                    with (
-                        warnings.catch_warnings(),
-                        torch.autograd.set_detect_anomaly(by_hooks and call is run, check_nan=False),
-                    ):
-                        warnings.simplefilter("ignore")
-                        call(batch(2 * step + micro)).square().mean().backward()
-        check_gradients(model, theirs.module, plain, wire)
-    report = dp_compile.report(model)
-    dp_compile.unreplicate(model)
-    return report
-
-
 def stages_of(report: Report) -> list[list[str]]:
     return [[stage.op for stage in bucket.key.reduction.stages] for bucket in report.plan.buckets]
-
-
-@pytest.mark.parametrize(("way", "wire"), [("hooks", BF16), ("hooks on some ranks", None), ("not compiled", None)])
-def test_as_torch_s_ddp(ranks4: Ranks, way: str, wire: torch.dtype | None) -> None:
-    for rank, report in enumerate(ranks4.run(run_beside, way, wire)):
-        assert report.backwards["captured" if way == "hooks on some ranks" and rank in (1, 2) else "eager hooks"] == 2
-        assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
-        assert len(report.plan.buckets) > 2
-        for record in report.captures:
-            assert record.graphs == 1
-            assert record.collectives in (0, 3 * len(report.plan.buckets))
 
 
 def gradient_of(model: nn.Module, value: float) -> float:
@@ -160,51 +79,49 @@ def test_meshes_of_other_shapes(ranks4: Ranks) -> None:
         assert found == [(one, 1.0)] * (rank < 3) + [(one, 1.5), (one, 1.5), (two, 1.5)]
 
 
-# --- what goes with it ----------------------------------------------------------------------------------------------
-
-
-def run_bad(what: str) -> str:
-    torch._dynamo.reset()
+def refusals() -> dict[str, str]:
+    said: dict[str, str] = {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
     turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NODES)
-    options: dict[str, Any] = {"device_mesh": mesh}
-    if what == "dimensions":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
-    if what == "other nodes" and dist.get_rank() == 1:
-        options["device_mesh"] = turned
-    if what == "one level":
-        options["device_mesh"] = None if dist.get_rank() == 2 else mesh
-    if what == "no hooks":
-        options["ddp_python_hook"] = False
-    try:
-        model = dp_compile.replicate(mlp(), **options)
-        if what == "hook":
-            model.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
-        if what == "functional hook":
-            model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())  # type: ignore[operator]
-    except dp_compile.DPCompileError as error:
-        return str(error)
-    return ""
+    three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+
+    def note(what: str, hook: Any = None, **options: Any) -> None:
+        try:
+            model: Any = dp_compile.replicate(mlp(), **{"device_mesh": mesh} | options)
+            model.register_comm_hook(dp_compile.HookState() if hook is not a_hook else None, hook)
+        except dp_compile.DPCompileError as error:
+            said[what] = str(error)
+
+    def a_hook(state: Any, bucket: Any) -> Any:
+        return default_hooks.allreduce_hook(None, bucket)
+
+    note("dimensions", device_mesh=three)
+    note("other nodes", device_mesh=turned if dist.get_rank() == 1 else mesh)
+    note("one level", device_mesh=None if dist.get_rank() == 2 else mesh)
+    note("no hooks", ddp_python_hook=False)
+    note("hook", a_hook)
+    note("functional hook", dp_compile.QuantizedHook())
+    return said
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("dimensions", "device_mesh must have one dimension, or two .*, got 3 \\(a, b, c\\)"),
-        ("other nodes", "device_mesh"),
-        ("one level", "rank 2 differs from rank 0"),
-        ("no hooks", "ddp_python_hook=False asks for, does not have a device_mesh with two dimensions"),
-        ("hook", "comm hook .* reduces over one group, but the device_mesh of .* has two dimensions"),
-        ("functional hook", "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions"),
-    ],
-)
-def test_what_is_not_allowed_is_said_on_every_rank(ranks4: Ranks, what: str, said: str) -> None:
-    for error in ranks4.run(run_bad, what):
-        assert re.search(said, error), error
+REFUSED = {
+    "dimensions": r"device_mesh must have one dimension, or two .*, got 3 \(a, b, c\)",
+    "other nodes": "device_mesh",
+    "one level": "rank 2 differs from rank 0",
+    "no hooks": "ddp_python_hook=False asks for, does not have a device_mesh with two dimensions",
+    "hook": "comm hook .* reduces over one group, but the device_mesh of .* has two dimensions",
+    "functional hook": "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions",
+}
 
 
-def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool) -> Report:
+def test_what_is_not_allowed_is_said_on_every_rank(ranks4: Ranks) -> None:
+    for said in ranks4.run(refusals):
+        assert {what: bool(re.search(text, said[what])) for what, text in REFUSED.items()} == dict.fromkeys(said, True)
+
+
+def run_beside_fsdp(way: str, wire: torch.dtype | None, factor: float | None, exact: bool) -> Report:
     """Three steps beside FSDP2's hybrid sharding over the same mesh."""
+    by_hooks = way == "hooks on some ranks" and dist.get_rank() in (0, 3)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, mesh, policy = mlp(7), mesh_of((2, 2), NODES), MixedPrecisionPolicy(reduce_dtype=wire)
@@ -215,18 +132,23 @@ def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool)
         model.set_gradient_divide_factor(factor)  # type: ignore[operator]
         theirs.set_gradient_divide_factor(factor)
         theirs.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    sides = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (compile_whole(model), theirs)]
-    way = {name: 0.0 for name, _ in model.named_parameters()}
+    ours = model if way == "not compiled" else compile_whole(model)
+    sides = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (ours, theirs)]
+    gone = {name: 0.0 for name, _ in model.named_parameters()}
     for step in range(3):
         for run, optimizer in sides:
             optimizer.zero_grad()
-            run(batch(step)).square().mean().backward()
+            with (
+                warnings.catch_warnings(action="ignore"),
+                torch.autograd.set_detect_anomaly(by_hooks and run is ours, check_nan=False),
+            ):
+                run(batch(step)).square().mean().backward()
             optimizer.step()
         for name, one in model.named_parameters():
-            way[name] += 0.1 * float(one.grad.abs().max())
+            gone[name] += 0.1 * float(one.grad.abs().max())
     for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
         # Of how far it went each rank and each factor may have rounded off one unit, on both sides; and each step did.
-        bound = 2 * (dist.get_world_size() + 2) * torch.finfo(wire or one.dtype).eps * way[name]
+        bound = 2 * (dist.get_world_size() + 2) * torch.finfo(wire or one.dtype).eps * gone[name]
         bound += 3 * torch.finfo(one.dtype).eps * float(one.detach().abs().max())
         assert (one - other.full_tensor()).abs().max() <= (0.0 if exact else bound), name
     report = dp_compile.report(model)
@@ -235,16 +157,20 @@ def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool)
 
 
 @pytest.mark.parametrize(
-    ("wire", "factor", "exact"),
+    ("way", "wire", "factor", "exact"),
     [
         # Two numbers in each stage and powers of two: no order, no rounding that is not theirs.
-        (None, None, True),
-        (BF16, None, True),
-        (BF16, 8.0, True),
-        (None, 6.0, False),  # we multiply before the sum, they divide behind it
+        ("hooks on some ranks", None, None, True),
+        ("not compiled", BF16, None, True),
+        ("captured", BF16, 8.0, True),
+        ("captured", None, 6.0, False),  # we multiply before the sum, they divide after it
     ],
 )
-def test_as_fsdps_hybrid_sharding(meshed: Ranks, wire: torch.dtype | None, factor: float | None, exact: bool) -> None:
-    for report in meshed.run(run_beside_fsdp, wire, factor, exact):
-        assert report.backwards == {"captured": 3}
-        assert stages_of(report) == [TWO_LEVELS]
+def test_as_fsdps_hybrid_sharding(
+    meshed: Ranks, way: str, wire: torch.dtype | None, factor: float | None, exact: bool
+) -> None:
+    for rank, report in enumerate(meshed.run(run_beside_fsdp, way, wire, factor, exact)):
+        is_captured = way == "captured" or (way == "hooks on some ranks" and rank in (1, 2))
+        assert report.backwards == {"captured" if is_captured else "eager hooks": 3}
+        assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
+        assert {record.collectives for record in report.captures} <= {3 * len(report.plan.buckets)}
