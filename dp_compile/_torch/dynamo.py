@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -66,6 +66,10 @@ _DTYPES = (
     *(torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32),
     torch.bfloat16,
 )
+
+
+TAKES_EXISTING: Final = "variable_grad" in inspect.signature(call_accumulate_grad).parameters
+"""Whether a captured graph takes the gradients that it adds to: since torch 2.13."""
 
 
 class CaptureBackward:
@@ -211,12 +215,18 @@ def _gradient_like(metadata: Any) -> GradientLike:
     return GradientLike(tuple(metadata[1]), _DTYPES[metadata[3]], metadata[0][2])
 
 
-def accumulated(node: fx.Node) -> fx.Node | None:
-    """What a captured graph's node adds to a parameter's `.grad`, or puts there; `None` if it does neither."""
-    if node.target is not call_accumulate_grad:
-        return None
+class Accumulated(NamedTuple):
+    """The gradient from before, if there is one and the graph takes it, and what is added to it."""
+
+    old: fx.Node | None
+    new: fx.Node
+
+
+def accumulated(node: fx.Node) -> Accumulated:
+    """Of a captured graph's `call_accumulate_grad`."""
     # (parameter, gradient, flag); since torch 2.13 (parameter, old gradient, gradient, flag).
-    return [each for each in node.args[1:] if isinstance(each, fx.Node)][-1]
+    _, *old, new = (each for each in node.args if isinstance(each, fx.Node))
+    return Accumulated(old[0] if old else None, new)
 
 
 def computes_only(target: object) -> bool:

@@ -198,10 +198,8 @@ def estimates_of(
 
 
 def _accumulations(graph: fx.Graph) -> Iterator[Accumulation]:
-    for node in graph.nodes:
-        gradient = dynamo.accumulated(node)
-        if gradient is not None:
-            yield Accumulation(node, gradient, adds=False)
+    for node in graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad):
+        yield Accumulation(node, dynamo.accumulated(node).new, adds=False)
 
 
 def fake_values(
@@ -226,7 +224,7 @@ def fake_values(
             except LookupError:
                 pass
             except Exception as error:
-                # Whatever an op has against fake tensors: of this node nothing is known, nor of what is made of it.
+                # Fake tensors cannot run the op, for any reason: its output is unknown, and all that follows from it.
                 logger.debug("what %s makes is not known: %s", node, error)
             else:
                 values[node] = value

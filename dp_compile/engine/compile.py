@@ -182,18 +182,21 @@ class CompiledBackward:
     def _make(self, inputs: list[Any]) -> Callable[..., Any]:
         """Code without Dynamo, where sizes and strides are all that it depends on; else Dynamo traces the graph.
 
-        Dynamo guards on what code of the user's reads, on sizes that may change, on gradients that existed before.
+        Dynamo guards on what code of the user's reads, and on sizes that may change.
         """
         try:
             if inductor.uses_cuda_graphs({}) or dynamo.stance() != "default":
                 raise NotPlain("CUDA graphs are on, or a stance that is Dynamo's to keep")
             check_plain(self._captured, self._replicas, self._to_reduce)
             module = with_reductions(self._captured, self._replicas, self._to_reduce)
+            existing = self._captured.sites.existing
+            if not _lie_apart(inputs, existing):
+                raise NotPlain("gradients that are added to share memory")
             with dynamo.compiling():
                 example = dynamo.stand_ins(inputs)
                 graph_module, positions = without_python(module, inputs, example)
                 code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
-            return _Plain(code, dynamo.Fits(inputs), positions, self._run_by_dynamo)
+            return _Plain(code, dynamo.Fits(inputs), existing, positions, self._run_by_dynamo)
         except DPCompileError:
             raise
         except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
@@ -367,6 +370,29 @@ class CompiledBackward:
             events.tell_compiled([replicas[ordinal] for ordinal in self._synced])
 
 
+def _lie_apart(inputs: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
+    """Whether inputs at these positions share no element with each other, and no storage with another input."""
+    if not written:
+        return True
+    storages = {inputs[position].untyped_storage().data_ptr() for position in written}
+    if len(storages) < len(written) and not _are_disjoint([inputs[position] for position in written]):
+        return False  # gradients may be views of one bucket
+    storages.discard(0)  # of empty tensors
+    others = set(range(len(inputs))).difference(written)
+    return storages.isdisjoint(inputs[position].untyped_storage().data_ptr() for position in others)
+
+
+def _are_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the ranges of memory from first to last element are."""
+    ranges = []
+    for tensor in tensors:
+        begin = tensor.data_ptr()
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        ranges.append((begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin))
+    ranges.sort()
+    return all(end <= following for (_, end), (following, _) in itertools.pairwise(ranges))
+
+
 @dataclass(frozen=True, slots=True)
 class _Plain:
     """Code that was made without Dynamo, and around it what Dynamo does in each backward.
@@ -374,17 +400,19 @@ class _Plain:
     Args:
         code: takes the list of inputs.
         fits: whether inputs are like those that it was made for.
+        existing: in the inputs, of the gradients that it adds to, in place.
         positions: in the inputs, of the parameters whose gradients it returns last.
         otherwise: what runs inputs that do not fit.
     """
 
     code: Callable[[list[Any]], Sequence[torch.Tensor]]
     fits: dynamo.Fits
+    existing: tuple[int, ...]
     positions: tuple[int, ...]
     otherwise: Callable[..., Any]
 
     def __call__(self, inputs: list[Any], *rest: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
-        if self.fits(inputs):
+        if self.fits(inputs) and _lie_apart(inputs, self.existing):
             return self.run(inputs)
         if dynamo.stance() == "eager_on_recompile":
             raise NotTraced("nothing is to be compiled again")
@@ -409,7 +437,7 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
         is_late = (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.rehearses
         if is_late and not (done and replica.planning.settled_after == done):  # a new plan was asked for
             logger.warning(
-                "synchronised backward %d was compiled anew: the step took %.1f s longer for that, and more if its "
+                "synchronised backward %d compiled new code: the step took %.1f s longer for that, and more if its "
                 "forward was, too. A size, a set of used parameters or a mode that is new does that; "
                 "dp_compile.warmup() with such a batch does it before training.",
                 done + 1,

@@ -56,10 +56,12 @@ class HookCall:
 class Sites:
     """Where a graph accumulates gradients and calls hooks.
 
-    `accumulations` are positions of the tensors in the inputs; `unhooked` those of them that have no hook at all.
+    `accumulations` are positions of the tensors in the inputs; `unhooked` those of them that have no hook at all;
+    `existing` positions of the gradients that are added to.
     """
 
     accumulations: tuple[int, ...]
+    existing: tuple[int, ...]
     unhooked: tuple[int, ...]
     hook_calls: tuple[HookCall, ...]
 
@@ -108,9 +110,10 @@ class ToReduce:
 
 
 def find_sites(graph: fx.Graph) -> Sites:
-    accumulations = tuple(
-        position_of(node.args[0]) for node in graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
-    )
+    accumulating = graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
+    accumulations = tuple(position_of(node.args[0]) for node in accumulating)
+    added_to = (dynamo.accumulated(node).old for node in accumulating)
+    existing = tuple(position_of(each) for each in added_to if each is not None)
     hook_calls = tuple(
         HookCall(node.name, position_of(node.args[0]), position_of(node.args[1]))
         for node in graph.find_nodes(op="call_function", target=dynamo.call_hook)
@@ -118,7 +121,7 @@ def find_sites(graph: fx.Graph) -> Sites:
     )
     with_hook = {call.parameter for call in hook_calls}
     unhooked = tuple(position for position in accumulations if position not in with_hook)
-    return Sites(accumulations, unhooked, hook_calls)
+    return Sites(accumulations, existing, unhooked, hook_calls)
 
 
 def position_of(node: object) -> int:
@@ -347,8 +350,8 @@ def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: To
     Raises:
         NotPlain: there is more to it.
     """
-    if any(captured.binding.into_existing) or captured.binding.kept or captured.sites.unhooked:
-        raise NotPlain("gradients are added to those of before")
+    if not dynamo.TAKES_EXISTING and (any(captured.binding.into_existing) or captured.sites.unhooked):
+        raise NotPlain("gradients are added to others, which the graph does not take before torch 2.13")
     if wanted.updates or any(replica.after.scattered for replica in replicas):
         raise NotPlain("an optimizer takes part in it")
     if any(replica.module.dtensors for replica in replicas):
@@ -372,14 +375,14 @@ def without_python(
         example: the same as fake tensors, for the compiler.
 
     Returns:
-        A graph that takes one list of tensors and returns reduced flags and missing gradients, then gradients; and of
-        the latter the positions of their parameters in the inputs.
+        A graph that takes one list of tensors and returns reduced flags and missing gradients, then new gradients; and
+        of the latter the positions of their parameters in the inputs. What is added to existing ones is added in place.
 
     Raises:
         NotPlain: there is something else in it.
     """
-    graph, made = fx.Graph(), dict[fx.Node, Any]()
-    gradients: dict[int, fx.Node] = {}
+    plain = _PlainGraph(inputs)
+    graph, made = plain.graph, dict[fx.Node, Any]()
     outputs: Any = None
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -394,55 +397,65 @@ def without_python(
             unknown = [each.name for each in node.all_input_nodes if each not in made]
             if unknown:
                 raise NotPlain(f"it takes {', '.join(unknown)}, not only tensors")
-            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = _plain(graph, node, args, kwargs, inputs, gradients)
+            made[node] = plain.add(node, *fx.map_arg((node.args, node.kwargs), made.__getitem__))
     nothing, reduced = outputs
     if nothing:
         raise NotPlain("gradients are returned")
-    positions = sorted(gradients)
-    graph.output((*reduced, *(gradients[each] for each in positions)))
+    positions = tuple(sorted(plain.gradients.keys() - plain.in_place))
+    graph.output((*reduced, *(plain.gradients[each] for each in positions)))
     graph.lint()
-    return fx.GraphModule({}, graph, "CapturedBackward"), tuple(positions)
+    return fx.GraphModule({}, graph, "CapturedBackward"), positions
 
 
-def _plain(
-    graph: fx.Graph,
-    node: fx.Node,
-    args: Any,
-    kwargs: Any,
-    inputs: Sequence[torch.Tensor],
-    gradients: dict[int, fx.Node],
-) -> fx.Node:
-    """A node of a graph as Dynamo leaves it. `gradients`: by the position of their parameter, noted here."""
+class _PlainGraph:
+    """A graph as Dynamo leaves it, and the gradients in it, by the position of their parameter in the inputs."""
 
-    def call(target: Any, args: Any, name: str = node.name) -> fx.Node:
-        return graph.create_node("call_function", target, args, kwargs, name)
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.graph, self.gradients = fx.Graph(), dict[int, fx.Node]()
+        self.in_place = set[int]()
+        """Those that are added to one from before."""
+        self._inputs = inputs
 
-    if node.target is dynamo.call_accumulate_grad:
-        gradient = dynamo.accumulated(node)
-        parameter, added, flag = args[0], args[node.args.index(gradient)], args[-1]
-        position = position_of(parameter)
-        if position in gradients:
+    def add(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """Add what a node becomes; `args`, `kwargs`: its own, in this graph."""
+        if node.target is dynamo.call_accumulate_grad:
+            return self._accumulate(node, args)
+        if node.target is reduce_accumulated:
+            return self._reduce(*args)
+        if node.target is emit:
+            return self._call(REDUCE_GRAD, args, "reduced")
+        if node.target is real_view:
+            if self._inputs[position_of(args[0])].is_complex():
+                raise NotPlain("complex numbers")
+            return cast(fx.Node, args[0])
+        if node.target in (operator.getitem, torch.zeros) or dynamo.stays_in_graph(node):
+            return self.graph.create_node("call_function", node.target, args, kwargs, node.name)
+        raise NotPlain(f"a call of {getattr(node.target, '__name__', node.target)!s}")
+
+    def _call(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        return self.graph.create_node("call_function", target, args, {}, name)
+
+    def _accumulate(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        position, flag = position_of(args[0]), args[-1]
+        old, new = (None if each is None else args[node.args.index(each)] for each in dynamo.accumulated(node))
+        if position in self.gradients:
             raise NotPlain("a gradient is accumulated twice")
-        accumulated = call(dynamo.accumulate_op(), ([added], parameter, None, flag), "accumulate_grad")
-        gradients[position] = call(operator.getitem, (accumulated, 0))
-        return gradients[position]
-    if node.target is reduce_accumulated:
-        parameter, existing, index, replica, *factors = args
+        if old is not None:
+            self.in_place.add(position)
+        accumulated = self._call(dynamo.accumulate_op(), ([new], args[0], old, flag), "accumulate_grad")
+        self.gradients[position] = self._call(operator.getitem, (accumulated, 0), node.name)
+        return self.gradients[position]
+
+    def _reduce(self, parameter: fx.Node, existing: bool, index: int, replica: int, *factors: fx.Node) -> fx.Node:
         position = position_of(parameter)
-        if existing or position not in gradients or inputs[position].is_complex():
-            raise NotPlain("a gradient that is changed in place")
-        gradients[position] = call(REDUCE_GRAD, (gradients[position], index, replica, *factors), "reduced")
-        return gradients[position]
-    if node.target is emit:
-        return call(REDUCE_GRAD, args, "reduced")
-    if node.target is real_view:
-        if inputs[position_of(args[0])].is_complex():
-            raise NotPlain("complex numbers")
-        return cast(fx.Node, args[0])
-    if node.target in (operator.getitem, torch.zeros) or dynamo.stays_in_graph(node):
-        return call(node.target, args)
-    raise NotPlain(f"a call of {getattr(node.target, '__name__', node.target)!s}")
+        if position not in self.gradients or self._inputs[position].is_complex():
+            raise NotPlain("complex numbers, or a gradient that a hook dropped")
+        reduced = self._call(REDUCE_GRAD, (self.gradients[position], index, replica, *factors), "reduced")
+        if existing:
+            self.graph.call_method("copy_", (self.gradients[position], reduced))
+        else:
+            self.gradients[position] = reduced
+        return reduced
 
 
 def reductions_in(graph: fx.Graph) -> Counter[Place]:

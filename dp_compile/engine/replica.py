@@ -156,7 +156,7 @@ class History:
         return len(self.captures) - self._of_other_plans
 
     def plan_changes(self) -> None:
-        """Everything is compiled anew from now on."""
+        """Code of the earlier plan is not used any more."""
         self._of_other_plans = len(self.captures)
         self.structures.clear()
 
@@ -278,7 +278,7 @@ class Replica:
         return self.planning.factors[1]
 
     def has_in_flight(self) -> bool:
-        """Whether an optimizer has left something of the last backward that nobody has come for yet."""
+        """Whether updates or all-gathers of the last backward are still pending."""
         return any(each.deferred is not None and each.deferred.has_in_flight for each in self.after.updates)
 
     def arrive(self) -> None:
@@ -351,7 +351,7 @@ class Replica:
 
         Args:
             unused: parameters without a gradient here.
-            averages: the reduced gradient of each of them; `None`: nobody has all of it.
+            averages: the reduced gradient of each of them; `None`: each rank has a part of it.
             left_alone: those that no rank used, see `used_by_nobody`.
         """
         self.state.untouched = tuple(index for index in unused if index in left_alone)
@@ -370,8 +370,8 @@ class Replica:
         """
         if not self.config.may_be_unused or not candidates:
             return ()
-        said = flags.tolist()
-        return tuple(index for index in candidates if not said[index])
+        used = flags.tolist()
+        return tuple(index for index in candidates if not used[index])
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:
         """Let the gradient of a parameter be `value`: the real view if it is complex, this rank's part of a DTensor."""
@@ -385,7 +385,7 @@ class Replica:
             own_view(parameter.grad).copy_(value)
 
     def check_group(self) -> None:
-        """The guard before a synchronised backward: there is somebody to reduce with.
+        """The guard before a synchronised backward: its process group exists.
 
         Raises:
             CommunicationError: the process group was destroyed.

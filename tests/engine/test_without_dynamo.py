@@ -176,6 +176,27 @@ def test_code_of_the_user_s_that_changes(
         torch.testing.assert_close(third, scale * first)
 
 
+def test_gradients_in_each_other_s_memory(without: list[int]) -> None:
+    """Code that adds in place is for gradients that lie apart; others are added to as plain autograd does."""
+    torch._dynamo.reset()
+    twin = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    model = dp_compile.replicate(copy.deepcopy(twin), config=AOT)
+    run, bucket = compile_whole(model), torch.zeros(80)
+    for offsets, is_plain in (((0, 36), True), ((40, 0), True), ((0, 18), False), ((7, 7), False)):
+        expected = []
+        for each, how in ((twin, twin), (model, run)):
+            memory = bucket.clone()
+            for parameter, offset in zip(each.parameters(), offsets, strict=True):
+                parameter.grad = memory[offset:].as_strided((6, 6), (6, 1))
+            before = len(without)
+            with dp_compile.no_sync(model):
+                backward(how)
+            expected.append(memory)
+        torch.testing.assert_close(*expected)
+        assert len(without) - before == is_plain, offsets
+    dp_compile.unreplicate(model)
+
+
 # --- what Dynamo would have made of it ------------------------------------------------------------------------------
 
 
@@ -236,6 +257,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "attention": (Attention, compile_whole, {}),
     "unused": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
     "without synchronisation": (net, compile_whole, {}),
+    "accumulating": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
+    "accumulating without synchronisation": (net, compile_whole, {}),
 }
 
 
@@ -253,15 +276,21 @@ def test_the_graph_is_dynamos(
         torch.manual_seed(0)
         model = dp_compile.replicate(make(), **{"config": AOT} | options)
         run = how(model)
+        if "accumulating" in kind:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.25)
         for _ in range(2):
-            model.zero_grad()
-            syncs = dp_compile.no_sync(model) if kind == "without synchronisation" else contextlib.nullcontext()
+            if "accumulating" not in kind:
+                model.zero_grad()
+            syncs = dp_compile.no_sync(model) if "without" in kind else contextlib.nullcontext()
             with syncs, dp_compile.compiled_backward():
                 run(X).square().sum().backward()
         gradients.append([each.grad for each in model.parameters()])
         dp_compile.unreplicate(model)
     assert len(dynamos) == 1
     made, expected = map(lines, graphs)
+    if "accumulating" in kind:  # Dynamo returns what was added to in place, too
+        made.pop(), expected.pop()
     assert made == expected
     assert len(made) > 10
     for one, other in zip(*gradients, strict=True):

@@ -178,4 +178,4 @@ def test_a_late_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "compiled anew" not in caplog.text
     train(model, run, 3, batch=6)
     (said,) = [each.message for each in caplog.records if "compiled anew" in each.message]
-    assert said.startswith("synchronised backward 13 was compiled anew: the step took ")
+    assert said.startswith("synchronised backward 13 compiled new code: the step took ")
