@@ -49,10 +49,6 @@ _ALLOWED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         lambda factor: factor is None or (_is_positive(factor) and math.isfinite(factor)),
         "finite and > 0 (gradients are divided by it)",
     ),
-    "replan_after": (
-        lambda steps: steps is None or (type(steps) is int and steps > 0),
-        "a number of backwards >= 1, or None",
-    ),
     **dict.fromkeys(("find_unused_parameters", "static_graph", "broadcast_buffers"), _SWITCH),
     **dict.fromkeys(("gradient_as_bucket_view", "init_sync_buffers"), _SWITCH_OR_NONE),
     **dict.fromkeys(("check_reductions", "check_nan"), _SWITCH),
@@ -83,9 +79,6 @@ class ReplicateConfig:
             `param_dtype`, since torch 2.15 in the parameters' dtype. `output_dtype`: of floating outputs.
             `cast_forward_inputs`: with `param_dtype`, floating inputs are cast. Another policy for a part: call
             `replicate` on the part first. `None`: everything in the parameters' own dtype.
-        replan_after: `int | None`, backwards, default `None`. Measure so many backwards, the first one not counted, and
-            plan once more, from measured ready times and, without `cost`, a measured link; the backward is compiled
-            once more. `None`: never.
         find_unused_parameters: `bool`, default `False`. As torch's DDP: gradients that no rank produced stay untouched,
             those that some ranks produced become the average over all ranks. `False`: a parameter without a gradient is
             an error on every rank, which names it.
@@ -120,7 +113,6 @@ class ReplicateConfig:
     cost: AllReduceCost | None = None
     gradient_divide_factor: float | None = None
     mp_policy: MixedPrecisionPolicy | None = None
-    replan_after: int | None = None
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool | None = None
@@ -177,11 +169,11 @@ class ReplicateConfig:
         """
         asked = {"bucket_cap_mb": "fixed"} if self.bucket_cap_mb is not None else {}
         asked |= {"bucket_policy": "per_module"} if has_policy else {}
-        asked |= {name: "optimal" for name in ("cost", "replan_after") if getattr(self, name) is not None}
+        asked |= {"cost": "optimal"} if self.cost is not None else {}
         if len(set(asked.values())) > 1:
             raise ConfigError(
                 f"{' and '.join(asked)} exclude each other: buckets end at a size (bucket_cap_mb), with modules "
-                "(bucket_policy), or where the predicted end of the step is earliest (cost, replan_after)."
+                "(bucket_policy), or where the predicted end of the step is earliest (cost)."
             )
         return next(iter(asked.values()), "optimal")
 

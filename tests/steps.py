@@ -11,7 +11,7 @@ from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost, nominal_cost
-from dp_compile.plan.ready_times import MEASURED, ReadyTimes
+from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.reduction import Averaging, Levels
 
 LAYOUT = Layout(64)
@@ -28,7 +28,7 @@ def step_of_buckets(n_buckets: int, *, backward_s: float = 0.05) -> Step:
     parts = [gradients[at : at + 4] for at in range(0, total, 4)]
     plan = BucketPlan(tuple(LAYOUT.bucket(key, part, "the predicted end is earliest so") for part in parts))
     cost = AllReduceCost(0.2 * backward_s / n_buckets, 1.05 * backward_s / plan.nbytes)
-    ready = ReadyTimes({index: (total - index) / total for index in range(total)}, backward_s, MEASURED)
+    ready = ReadyTimes({index: (total - index) / total for index in range(total)}, backward_s, "measured")
     return Step("python hooks", "optimal", 8, NCCL, "cuda", plan, ready, cost, "measured on this group")
 
 

@@ -161,6 +161,6 @@ def test_options_are_named_in_one_order() -> None:
     """Logs and users know them by name: none goes away unnoticed."""
     names = [field.name for field in dataclasses.fields(dp_compile.ReplicateConfig)]
     assert " ".join(names) == (
-        "ddp_python_hook bucket_cap_mb cost gradient_divide_factor mp_policy replan_after find_unused_parameters "
+        "ddp_python_hook bucket_cap_mb cost gradient_divide_factor mp_policy find_unused_parameters "
         "static_graph gradient_as_bucket_view broadcast_buffers init_sync_buffers check_reductions check_nan backend"
     )

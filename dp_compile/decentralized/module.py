@@ -38,7 +38,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 CALL: Final = "decentralize()"
 _NOT_REDUCED: Final = (
-    "bucket_cap_mb", "cost", "gradient_divide_factor", "replan_after",
+    "bucket_cap_mb", "cost", "gradient_divide_factor",
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan",
 )  # fmt: skip
 """Options about gradients that are reduced, and parameters that are the same on all ranks."""
@@ -129,7 +129,7 @@ def decentralize(
     except BaseException:
         unreplicate(module)
         raise
-    replica.planning.due, replica.planning.strategy, replica.state.reduces_gradients = (), "fixed", False
+    replica.planning.awaits_graph, replica.planning.strategy, replica.state.reduces_gradients = False, "fixed", False
     replica.after.updates.append(updates)
     inner = behind(module)
     inner.__class__ = _decentralized_class(type(inner))

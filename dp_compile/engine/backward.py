@@ -30,7 +30,6 @@ import torch
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
 from dp_compile.engine import updates
-from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.events import warn_once
 from dp_compile.engine.flags import stepped_message
 from dp_compile.engine.guards import check_finite, check_intact, check_parameters, refuse_unreduced
@@ -251,7 +250,6 @@ def _meet(state: BackwardState) -> None:
     for uneven in [replica.state.uneven for replica in state.synced if replica.state.uneven is not None][:1]:
         uneven.announce(state.synced)
     for replica in state.synced:
-        revise_if_due(replica)
         if replica.after.updates and replica.history.synced_backwards:
             check_parameters(replica)  # between a backward and `step()` ranks may have done other parts of an update
     state.launches = list(map(launches_so_far, state.synced))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -20,18 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
-from dp_compile.engine.events import Backward, LaunchClock, Observer
 from dp_compile.engine.group import group_on, resolve_group
-from dp_compile.engine.plan_sync import agree, exchange, meeting, revise, table_in_backward, table_of
-from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.plan_sync import agree, table_of
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
-from dp_compile.plan.backends import FAKE
 from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
-from dp_compile.plan.ready_times import Launches, ReadyTimes, measured_times, slowest, typical
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
-
-logger = logging.getLogger("dp_compile.plan_sync")
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
@@ -142,57 +133,3 @@ def _seconds(nbytes: int, stages: Sequence[Stage], group: dist.ProcessGroup, dev
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-class LaunchesForPlan(Observer):
-    """Notes launches of a module's captured backwards as long as its plan is to be made again from them."""
-
-    def __init__(self, of: weakref.ref[Replica]) -> None:
-        self._of = of
-
-    def backward(self, begun: Backward) -> LaunchClock | None:
-        replica = self._of()
-        if replica is None or not begun.captured or begun.untold or len(begun.replicas) > 1:
-            return None
-        return LaunchClock(replica.device, self._note) if replica.awaits(Revision.FROM_LAUNCHES) else None
-
-    def _note(self, clock: LaunchClock) -> None:
-        replica = self._of()
-        if replica is not None and not clock.voided and (seen := clock.result()) is not None:
-            replica.planning.launches.append(seen)
-
-
-def revise_if_due(replica: Replica) -> None:
-    """Make another plan if enough has been seen.
-
-    Called before each synchronised backward, on every rank.
-
-    Raises:
-        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
-    """
-    backwards = replica.history.synced_backwards - replica.planning.settled_after
-    if replica.awaits(Revision.FROM_LAUNCHES) and backwards > (replica.config.replan_after or 0):  # one is compiled
-        times = _measured(replica)
-        revise(replica, times, None if times is None else _measured_cost(replica))
-
-
-def _measured(replica: Replica) -> ReadyTimes | None:
-    """What the slowest rank saw; `None` if some rank could not measure."""
-    own = asdict(typical(replica.planning.launches)) if replica.planning.launches else None
-    said = exchange(table_in_backward(replica), meeting(replica, "launches"), own)
-    seen = [Launches(tuple(each["launch_s"]), each["backward_s"]) for each in said if each is not None]
-    if len(seen) < len(said) or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
-        logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
-        return None
-    return measured_times(replica.plan, slowest(seen), replica.planning.ready)
-
-
-def _measured_cost(replica: Replica) -> AllReduceCost | None:
-    if replica.config.cost is not None or replica.group.backend == FAKE:
-        return None
-    try:
-        group = replica.group
-        return calibrate(group.process_group, device=replica.device, levels=group.levels).cost
-    except ConfigError as error:  # The same on every rank: all fit the same numbers.
-        logger.warning("the nominal cost of the link stays: %s", error)
-        return None

@@ -23,7 +23,7 @@ from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Site
 from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import settle
-from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ModelCollective, ReadyTimes
@@ -131,7 +131,7 @@ class CapturedBackward:
     def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:
         """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
         synced = [each for each in replicas if each.reduces]
-        awaited = [each for each in synced if each.awaits(Revision.FROM_GRAPH)]
+        awaited = [each for each in synced if each.planning.awaits_graph]
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False

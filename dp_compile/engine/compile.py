@@ -434,8 +434,7 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
     for replica in replicas:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
-        is_late = (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.rehearses
-        if is_late and not (done and replica.planning.settled_after == done):  # a new plan was asked for
+        if (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.rehearses:
             logger.warning(
                 "synchronised backward %d compiled new code: the step took %.1f s longer for that, and more if its "
                 "forward was, too. A size, a set of used parameters or a mode that is new does that; "

@@ -23,7 +23,6 @@ from dp_compile.engine.replica import Replica
 from dp_compile.fx.collectives import is_launch, is_wait_op
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.ready_times import Launches
 from dp_compile.plan.reduction import launch_order
 
 CAPTURED: Final = "captured"
@@ -336,21 +335,6 @@ class LaunchClock(BackwardListener):
 
     def _s(self, stamp: Stamp) -> float:
         return stamp.seconds_after(self._start)
-
-    def result(self) -> Launches | None:
-        """Launches, and the first wait after the last one; `None` if nothing was launched and waited for.
-
-        Stops the host until a GPU has come so far. Code that waits before it has launched everything looks slower than
-        it is: what it waits for counts as compute.
-        """
-        done = None
-        for what, _, begin_s, _ in self._spans():
-            if what == LAUNCH:
-                done = None
-            elif what == WAIT and done is None:
-                done = begin_s
-        launches = tuple(begin_s for what, _, begin_s, _ in self._spans() if what == LAUNCH)
-        return Launches(launches, done) if launches and done is not None else None
 
     def start_s_after(self, earlier: LaunchClock) -> float:
         """How long after another backward this one started."""

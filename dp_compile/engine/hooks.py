@@ -22,7 +22,6 @@ import torch.distributed as dist
 from dp_compile._torch import autograd, pairs
 from dp_compile._torch.distributed import group_of_name
 from dp_compile.engine import events
-from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
@@ -483,7 +482,6 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
     if replica.state.uneven is not None:
         raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
     replica.state.local.begin()
-    revise_if_due(replica)
     settle([replica])
     this = replica.state.arrivals_in = ReductionRound(replica)
     if late is not None:

@@ -4,14 +4,9 @@ Never inside the compiler, and each wait ends with a time-out, that of the group
 are one round: every rank posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all
 raise the same error, and traffic is linear in the ranks. `decide`: rank 0 posts and goes on, the others read.
 
-| revision        | when                                   | from                                           |
-|-----------------|----------------------------------------|------------------------------------------------|
-| `FROM_GRAPH`    | in the first synchronised backward,    | the first rank's captured graph, if it has one |
-|                 | before anything of it is traced        |                                                |
-| `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
-
-Synchronised backwards are counted: they are the same ones on every rank. Every rank makes the new plan from the same
-numbers, and all compare it before it is used.
+The plan is final in the first synchronised backward, before anything of it is traced: every rank makes it from the
+ready times in the captured graph of the group's first rank, and all compare it before it is used. Where that rank has
+no graph, the plan of `replicate` stays.
 """
 
 from __future__ import annotations
@@ -35,10 +30,10 @@ import torch.distributed as dist
 from dp_compile._torch import distributed
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
-from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
-from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import Planned, percent_above, plan_optimal
 from dp_compile.plan.ready_times import ReadyTimes
@@ -358,12 +353,13 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
             plan stays as it is.
 
     Raises:
-        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
+        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan: then all
+            keep the one they have.
     """
     times, asked = times or {}, []
     for replica in replicas:
-        if replica.awaits(Revision.FROM_GRAPH):
-            table, topic = table_in_backward(replica), meeting(replica, Revision.FROM_GRAPH.name)
+        if replica.planning.awaits_graph:
+            table, topic = table_in_backward(replica), meeting(replica, "ready times")
             proposal = times[replica].to_json() if replica in times else None
             # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
             if table is not None and table.rank == 0:
@@ -371,35 +367,29 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
             asked.append((replica, table, topic, proposal))
     for replica, table, topic, proposal in asked:
         decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
-        revise(replica, None if decided is None else ReadyTimes.from_json(decided), None)
+        replica.planning.awaits_graph = False
+        if decided is not None:
+            ready, before = ReadyTimes.from_json(decided), len(replica.plan.buckets)
+            planned = plan_from_times(replica, ready)
+            # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size
+            # would then be added to each other, and nothing else would notice.
+            agree(table_in_backward(replica), meeting(replica, "new plan"), {"the new plan": planned.plan.signature()})
+            replica.adopt(planned, ready)
+            logger.info(
+                "the plan of the first synchronised backward: %s; before %s",
+                describe_plan(replica),
+                count(before, "bucket"),
+            )
 
 
-def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
-    """The revision is over; without times the plan stays.
-
-    Raises:
-        DesyncError: on every rank, the plan of some rank is another one. All keep the one they have.
-    """
-    occasion, replica.planning.due = replica.planning.due[0], replica.planning.due[1:]
-    replica.planning.settled_after = replica.history.synced_backwards
-    if times is None:
-        return
-    before, planned = len(replica.plan.buckets), make_plan_again(replica, times, cost)
-    # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would then
-    # be added to each other, and nothing else would notice.
-    agree(table_in_backward(replica), meeting(replica, "new plan"), {"the new plan": planned.plan.signature()})
-    replica.adopt(planned, times)
-    logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
-
-
-def make_plan_again(replica: Replica, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
-    """The plan from ready times and, if it was measured, what a collective costs: equal where these are equal."""
-    group, revisions = replica.group, replica.planning
-    assert revisions.layout is not None
+def plan_from_times(replica: Replica, times: ReadyTimes) -> Planned:
+    """The plan from ready times: equal on ranks where these are equal."""
+    group, planning = replica.group, replica.planning
+    assert planning.layout is not None
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
-    cost = replica.config.cost or measured or nominal_cost(group.backend, group.world_size, group.ranks_inside)
-    planned = plan_optimal(gradients, cost, times, revisions.layout)
-    if revisions.for_next_forward:
+    cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    planned = plan_optimal(gradients, cost, times, planning.layout)
+    if planning.for_next_forward:
         return plan_crossing(planned, times, cost, Layout(ALIGNMENT_BYTES), lanes=group.backend.lanes)
     return planned
 
@@ -410,8 +400,5 @@ def describe_plan(replica: Replica) -> str:
     certificate, size = planning.certificate, f"{buckets}, {format_bytes(replica.plan.nbytes)}"
     if certificate is None:
         return f"{planning.strategy}, {size}"
-    end = "" if planning.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
     above = percent_above(certificate.ratio)
-    return (
-        f"{planning.strategy}, {size}, predicted end{end} {above} the best any plan could do ({planning.ready.basis})"
-    )
+    return f"{planning.strategy}, {size}, predicted end {above} the best any plan could do ({planning.ready.basis})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -30,21 +29,14 @@ from dp_compile.passes.memory import BucketMemory
 from dp_compile.passes.result import GraphPass, code_key
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
-from dp_compile.plan.ready_times import Launches, ReadyTimes
+from dp_compile.plan.ready_times import ReadyTimes
 
 _numbers = itertools.count()
 
 
-class Revision(enum.Enum):
-    """An occasion on which a plan is made anew, at the same backward on every rank."""
-
-    FROM_GRAPH = "before the first synchronised backward, from the graph of it"
-    FROM_LAUNCHES = "after some synchronised backwards, from measured launches"
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class PlanState:
-    """How the plan came about, what realises it, and when it is made again (`engine/plan_sync.py`).
+    """How the plan came about, what realises it, and whether it is final (`engine/plan_sync.py`).
 
     Args:
         passes: they rewrite the graph of a captured backward.
@@ -56,11 +48,9 @@ class PlanState:
         groups: the groups in which its buckets are reduced, by name.
         code_key: replicas with equal keys can share compiled code: the model itself is never part of it.
         factors: the numbers that compiled code is given, and tensors of them.
-        due: the occasions on which the plan is made again, the next one first.
+        awaits_graph: the first synchronised backward makes the final plan, from its graph.
         layout: how gradients lie in the buckets of a plan that is made again; `None`: the first plan is the last.
         for_next_forward: buckets are launched in the order in which the next forward needs them.
-        settled_after: how many synchronised backwards there were before the one in which the plan was settled.
-        launches: what this rank has measured.
         units: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given.
     """
 
@@ -73,11 +63,9 @@ class PlanState:
     groups: tuple[str, ...] = ()
     code_key: str = ""
     factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
-    due: tuple[Revision, ...] = ()
+    awaits_graph: bool = False
     layout: Layout | None = None
     for_next_forward: bool = False
-    settled_after: int = 0
-    launches: list[Launches] = field(default_factory=list)
     units: frozenset[str] | None = None
 
 
@@ -325,10 +313,6 @@ class Replica:
             raise ModuleError(f"a backward of the module of {self.names[0]} has run already. Pass static_graph=True.")
         self.config = replace(self.config, static_graph=True)
         self.planning.code_key = self._code_key()
-
-    def awaits(self, revision: Revision) -> bool:
-        """Whether this is the next occasion on which the plan is made anew."""
-        return self.planning.due[:1] == (revision,)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

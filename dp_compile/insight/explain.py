@@ -22,7 +22,6 @@ from dp_compile.insight.step import (
 )
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
-from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.words import count, format_bytes
 
 WIDTH: Final = 80
@@ -176,15 +175,14 @@ def _options(step: Step) -> Iterator[Advice]:
         yield _gain("the default passes, which make buckets", step, _end_s(replanned(step)))
     if has_buckets and (step.is_timed or not plans):  # a plan for assumed speeds is not judged by the same assumption
         other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in CAPS_MB.items()}
-        new = "a new plan" if step.ready.basis == MEASURED else "a new plan from measured times (replan_after=20)"
-        other[new if plans else "neither bucket_cap_mb nor bucket_policy"] = replanned(step)
+        if not plans:
+            other["neither bucket_cap_mb nor bucket_policy"] = replanned(step)
         option, best = min(other.items(), key=lambda item: _end_s(item[1]))
         yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, _end_s(best))
-    ways = [] if step.is_timed else ["replan_after=20 (measures the backward and the link)"]
-    ways += ["cost=dp_compile.calibrate().cost (measures the link)"] if step.cost_source.startswith(NOMINAL) else []
-    if ways:
+    if step.cost_source.startswith(NOMINAL):
+        change = "cost=dp_compile.calibrate().cost (measures the link)"
         speeds = [replace(step, ready=replace(step.ready, backward_s=scale * step.backward_s)) for scale in (0.5, 2.0)]
-        found = [_gain(" or ".join(ways), each, _end_s(replanned(each)), at_most=True) for each in speeds]
+        found = [_gain(change, each, _end_s(replanned(each)), at_most=True) for each in speeds]
         yield max(found, key=lambda each: each.share)
     hooks = any(each.key.reduction.hook is not None for each in step.plan.gradients)
     if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):

@@ -17,7 +17,7 @@ from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.planner import Certificate
-from dp_compile.plan.ready_times import ASSUMED, MEASURED
+from dp_compile.plan.ready_times import ASSUMED
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.replication.module import replica_of
 
@@ -91,19 +91,14 @@ def _kept_memory(replica: Replica) -> str:
 
 def _promise(replica: Replica, certificate: Certificate) -> str:
     """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
-    believed_s = replica.planning.ready.backward_s
-    made_for = "the backward was taken to last as long as the communication, work is " + (
-        "as the parameters' elements"
-        if replica.planning.ready.basis == ASSUMED
-        else "estimated from the captured graph"
-    )
-    if believed_s is not None:
-        made_for = f"for a backward of {format_ms(believed_s)}, {replica.planning.ready.basis}"
+    is_assumed = replica.planning.ready.basis == ASSUMED
+    work = "as the parameters' elements" if is_assumed else "estimated from the captured graph"
     return "\n".join(
         [
             f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}, {certificate.chosen}",
             f"  predicted end {certificate.promise}",
-            f"  planned without measured times: {made_for}" if believed_s is None else f"  planned {made_for}",
+            "  planned without measured times: the backward was taken to last as long as the communication, work is "
+            + work,
             f"  planned for an all-reduce that takes {certificate.cost}",
         ]
     )
@@ -152,8 +147,6 @@ def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
     )
     if replica.config.cost is not None:
         return cost, "given in the config"
-    if cost != nominal and replica.planning.ready.basis == MEASURED:
-        return cost, "measured on this group"
     if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
         return known, "measured by calibrate()"
     return cost, f"{NOMINAL} for {group.backend}, not measured"

@@ -16,8 +16,7 @@ from dp_compile.insight.step import BYTES, Step, format_ms
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_tree, with_levels
 from dp_compile.plan.crossing import plan_crossing, why_not_left
-from dp_compile.plan.planner import ERROR_BAND, MEASURED_BAND, plan_fixed, plan_optimal
-from dp_compile.plan.ready_times import MEASURED
+from dp_compile.plan.planner import plan_fixed, plan_optimal
 from dp_compile.plan.reduction import stages_of
 from dp_compile.plan.words import count
 
@@ -75,7 +74,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
     require_integer("ranks", ranks, 1)
     require(dtype is None or dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     cost, source = _cost_on(step, ranks, link)
-    timed = "measured" if step.measured is not None and step.ready.basis != MEASURED else step.ready.basis
+    timed = "measured" if step.measured is not None else step.ready.basis
     backward = f"backward: {timed}" if step.is_timed else "the backward as long as the step's communication, assumed"
     other = replace(step, ready=replace(step.ready, backward_s=step.backward_s), world_size=ranks, cost=cost)
     other = other if dtype is None else sent_in(other, dtype)
@@ -159,8 +158,7 @@ def replanned(step: Step, cap_mb: float | None = None) -> Step:
     if cap_mb is not None:
         planned = plan_fixed(gradients, cap_mb, layout)
     else:
-        band = MEASURED_BAND if ready.basis == MEASURED else ERROR_BAND
-        planned = plan_optimal(gradients, step.cost, ready, layout, band=band)
+        planned = plan_optimal(gradients, step.cost, ready, layout)
     if step.left:
         planned = plan_crossing(planned, ready, step.cost, layout if cap_mb is None else None, lanes=step.backend.lanes)
     return _with_plan(step, planned.plan)

@@ -227,7 +227,7 @@ def _check_plan(ranges: Sequence[_Range], plan: BucketPlan) -> None:
         raise ConfigError(
             f"the trace is of another plan: its bucket {other.bucket} is {other.members}, the plan's is "
             f"{expected.get(other.bucket, 'not there')}. Give the plan that was in use then; plans change in the first "
-            "backward and after replan_after more, so profile after that."
+            "backward, so profile after that."
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile.engine.plan_sync import agree_in_call
-from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import OPTIMIZER, check_supported
 from dp_compile.errors import ConfigError, require
 from dp_compile.optim.deferred import Deferred
@@ -172,8 +172,6 @@ def _plan_for(replica: Replica) -> None:
     layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
     cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
     replica.planning.for_next_forward = True
-    # When buckets are launched does not show when gradients are ready: launches wait for each other.
-    replica.planning.due = tuple(each for each in replica.planning.due if each is not Revision.FROM_LAUNCHES)
     as_it_is = Planned(replica.plan, replica.planning.certificate)
     planned = plan_crossing(as_it_is, replica.planning.ready, cost, layout, lanes=group.backend.lanes)
     statement = {"the plan with overlap_forward": planned.plan.signature()}

@@ -44,9 +44,6 @@ from dp_compile.plan.words import BYTES_PER_MB
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 """How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
 
-MEASURED_BAND: Final = (1.0, 0.9, 1.1)
-"""The same for speeds that were measured: what is left is noise."""
-
 LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
 
@@ -139,24 +136,19 @@ def plan_optimal(
     cost: AllReduceCost,
     times: ReadyTimes,
     layout: Layout,
-    *,
-    band: tuple[float, ...] | None = None,
 ) -> Planned:
-    """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
+    """The partition that is best in the worst case: over speeds off by 0.5x to 2x.
 
-    The plan must be the same on every rank, so all of them pass the same times. Until the backward is measured it is
-    taken to be as long as the communication: the case in which the buckets matter most.
+    The plan must be the same on every rank, so all of them pass the same times. A backward whose length is not known
+    is taken to be as long as the communication: the case in which the buckets matter most.
 
-    `gradients` may be in any order; equally ready ones are launched in it. `band`: how far off speeds may be.
+    `gradients` may be in any order; equally ready ones are launched in it.
     """
     ordered = sorted(gradients, key=times.of)
     members = [Member(gradient, None) for gradient in ordered]
     backward_s = backward_seconds(members, times, cost)
     partition, certificate = robust_partition(
-        ready_gradients(members, times, backward_s),
-        cost=cost,
-        backward_s=backward_s,
-        band=band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND),
+        ready_gradients(members, times, backward_s), cost=cost, backward_s=backward_s
     )
     last = {ordered[bucket[0]].key: bucket for bucket in partition}.values()
     buckets = [

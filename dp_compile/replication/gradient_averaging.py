@@ -66,7 +66,7 @@ def _reduce_by(replica: Replica, group: Group, *, replans: bool) -> None:
             Planned(replica.plan.with_keys_of(gradients), replica.planning.certificate), replica.planning.ready
         )
     else:
-        replica.planning.due = planning.revisions
+        replica.planning.awaits_graph = planning.layout is not None
         replica.adopt(planning.planned, planning.ready)
 
 

@@ -26,7 +26,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from dp_compile._torch import distributed
 from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
-from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
@@ -221,8 +220,6 @@ class _Membership(JoinHook):
 def _shadow(replicas: Sequence[Replica]) -> None:
     """Take part in one backward of the other ranks: the same plans, the same collectives, nothing of our own."""
     with Watched(replicas) as watched:
-        for replica in replicas:
-            revise_if_due(replica)
         settle(replicas)
         watched.count_from_here()
         rounds = [ReductionRound(replica, absent=True) for replica in replicas]

@@ -11,7 +11,6 @@ from torch import nn
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
-from dp_compile.engine.replica import Revision
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_single
 from dp_compile.plan.cost import nominal_cost
@@ -26,18 +25,16 @@ CONVOLUTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """A plan, and what it takes to make it again when more is known.
+    """A plan, and what it takes to make it again from the graph of the first synchronised backward.
 
-    `layout` and `revisions`: how gradients lie in the buckets of a plan that is made again, and its occasions, in
-    their order. `strategy`: `optimal`, `fixed`, `per_module`; or `single`: no pass makes buckets, each gradient is
-    reduced by itself.
+    `layout`: how gradients lie in the buckets of that plan; `None`: this one is final. `strategy`: `optimal`, `fixed`,
+    `per_module`; or `single`: no pass makes buckets, each gradient is reduced by itself.
     """
 
     strategy: str
     planned: Planned
     ready: ReadyTimes
     layout: Layout | None = None
-    revisions: tuple[Revision, ...] = ()
 
 
 def make_plan(
@@ -69,9 +66,7 @@ def make_plan(
         return Planning(strategy, plan_fixed(gradients, config.bucket_cap_mb, layout), ready)
 
     cost = config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
-    later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
-    planned = plan_optimal(gradients, cost, ready, layout)
-    return Planning(strategy, planned, ready, layout, (Revision.FROM_GRAPH, *later))
+    return Planning(strategy, plan_optimal(gradients, cost, ready, layout), ready, layout)
 
 
 def _kept_apart(module: nn.Module) -> frozenset[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,8 +18,6 @@ from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import CHECK_VARIABLE, HOOK_VARIABLE, ReplicateConfig, check_parameters_every, has_address
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
-from dp_compile.engine.calibration import LaunchesForPlan
-from dp_compile.engine.events import observers_of
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
@@ -29,7 +26,7 @@ from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import Meeting, Statement, describe_plan
 from dp_compile.engine.precision import install_precision, make_precision
-from dp_compile.engine.replica import ModuleRefs, PlanState, Replica, Revision
+from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes import DEFAULT_PASSES
@@ -415,14 +412,12 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
             ready=planning.ready,
             strategy=planning.strategy,
             certificate=planning.planned.certificate,
-            due=planning.revisions,
+            awaits_graph=planning.layout is not None,
             layout=planning.layout,
             units=units,
         ),
     )
     check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
-    if Revision.FROM_LAUNCHES in planning.revisions:
-        observers_of(replica).append(LaunchesForPlan(weakref.ref(replica)))
     return replica
 
 

@@ -60,9 +60,9 @@ def warmup(
 
     Runs `loss(batch).backward()` for each batch in each variant, collectives included, and all again until nothing is
     compiled on any rank. Parameters, gradients, buffers and torch's random numbers are afterwards what they were, and
-    the optimizer is not involved. No backward counts as a step: `replan_after` measures none of them. The plan is
-    settled as in a first backward. Returns when all ranks are done. The logger `dp_compile.warmup` has a line at INFO
-    for each backward that compiled something.
+    the optimizer is not involved. No backward counts as a step. The plan is settled as in a first backward. Returns
+    when all ranks are done. The logger `dp_compile.warmup` has a line at INFO for each backward that compiled
+    something.
 
     Args:
         module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are warmed up, too.
@@ -176,7 +176,7 @@ def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Ite
 @contextlib.contextmanager
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.history.synced_backwards, replica.history.backwards.copy()
-    launches, used = list(replica.planning.launches), set(replica.state.local.used)
+    used = set(replica.state.local.used)
     versions = dict(replica.state.local.versions)
     memory = None if replica.planning.comm_hook is None else replica.planning.comm_hook.memory
     remembered = None if memory is None else memory.state_dict()
@@ -191,4 +191,4 @@ def _same_counts(replica: Replica) -> Iterator[None]:
             memory.restore(remembered)
         replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.history.backwards.update(backwards)
-        replica.planning.launches, replica.state.local.used = launches, used
+        replica.state.local.used = used

@@ -55,7 +55,7 @@ def pair(uneven: bool = False, **options: Any) -> tuple[nn.Module, DistributedDa
 NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[int], bool], dict[str, Any]]] = {
     "inductor": (compile_whole, NEVER, {"config": dp_compile.ReplicateConfig(bucket_cap_mb=1e-5)}),
-    "a new plan": (compile_whole, NEVER, {"config": replace(AOT, replan_after=1)}),
+    "a new plan": (compile_whole, NEVER, {"config": AOT}),
     "one rank by hooks": (compile_whole, lambda step: step % 2 == 1 and dist.get_rank() == 1, {}),
     "not compiled": (not_compiled, NEVER, {}),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans that are made anew, the same on every rank; and how ranks compare what they state."""
+"""The plan of the first backward, the same on every rank; and how ranks compare what they state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,68 +90,32 @@ def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, who: int) -> N
     assert estimated == (who == 1)  # rank 0 decides; without a graph the plan stays
 
 
-def test_one_plan_from_measured_launches(ranks: Ranks) -> None:
-    one, other, *_ = ranks.run(train, {"replan_after": 2}, 6)
-    assert one[0].plan == other[0].plan
-    assert "ready times are measured" in str(one[0])
-    assert "speeds off by 0.9x to 1.1x" in str(one[0])
-    # Compiled twice, no more; once if the new plan has the same buckets.
-    assert [record.synced for record in one[0].captures] in ([True, True], [True])
-    assert one[0].backwards == {"captured": 6}
-    assert torch.equal(one[1], other[1])
-    torch.testing.assert_close(one[1], ranks.run(train, {}, 6)[0][1])
-
-
-def test_the_plan_stays_if_a_rank_measured_nothing(ranks: Ranks) -> None:
-    one, other, *_ = ranks.run(train, {"replan_after": 1}, 5, (1, 1))
-    assert one[0].plan == other[0].plan
-    assert "estimated from the captured graph" in str(one[0])
-    assert torch.equal(one[1], other[1])
-
-
 # --- the same plan on every rank -----------------------------------------------------------------------------------
 
 
-def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[list[str], list[str]]:
-    """Rank 1 takes two equal gradients in another order, as another `sum` of floats could.
-
-    Returns errors by backward, and the plan's names.
-    """
+def plan_otherwise_on_rank_1() -> tuple[str, list[str]]:
+    """Rank 1 takes two equal gradients in another order, as another `sum` of floats could: the error, and the plan."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ours = dp_compile.replicate(Backwards(3), config=dataclasses.replace(AOT, replan_after=replan_after))
-    replica = replica_of(ours)
-    make, armed = plan_sync.make_plan_again, replan_after is None
+    ours = dp_compile.replicate(Backwards(3), config=AOT)
+    replica, make = replica_of(ours), plan_sync.plan_from_times
 
-    def made_otherwise(replica: Replica, times: ReadyTimes, cost: Any) -> Any:
-        if dist.get_rank() == 1 and armed:
+    def made_otherwise(replica: Replica, times: ReadyTimes) -> Any:
+        if dist.get_rank() == 1:
             swapped = {0: times.shares[2], 2: times.shares[0]}
             times = dataclasses.replace(times, shares={**times.shares, **swapped})
-        return make(replica, times, cost)
+        return make(replica, times)
 
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(plan_sync, "make_plan_again", made_otherwise)
-    compiled, errors = torch.compile(ours, backend="aot_eager"), []
-    for number in range(backwards):
-        if number == 1:
-            armed = True
-        ours.zero_grad()
-        try:
-            step(compiled, torch.ones(8, 24) * (1 + dist.get_rank()))
-            errors.append("")
-        except dp_compile.DesyncError as error:
-            errors.append(str(error))
-    monkeypatch.undo()
-    return errors, names(replica.plan)
+    with mock.patch.object(plan_sync, "plan_from_times", made_otherwise), pytest.raises(DesyncError) as error:
+        step(torch.compile(ours, backend="aot_eager"), torch.ones(8, 24) * (1 + dist.get_rank()))
+    return str(error.value), names(replica.plan)
 
 
-@pytest.mark.parametrize(("replan_after", "at"), [(None, 0), (1, 2)])
-def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks, replan_after: int | None, at: int) -> None:
+def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks) -> None:
     """Two gradients would be added to each other without a word (D5)."""
-    one, other = ranks2.run(plan_otherwise_on_rank_1, replan_after, at + 1)
-    for errors, _ in (one, other):
-        assert errors[:at] == [""] * at
-        assert "rank 1 differs from rank 0: the new plan" in errors[at]
+    one, other = ranks2.run(plan_otherwise_on_rank_1)
+    for error, _ in (one, other):
+        assert "rank 1 differs from rank 0: the new plan" in error
     assert one[1] == other[1]  # the plan of before, which all have
 
 

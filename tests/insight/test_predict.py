@@ -17,7 +17,6 @@ from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import extrapolated, predict, replanned
 from dp_compile.insight.step import Step
 from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
-from dp_compile.plan.ready_times import MEASURED
 
 
 def made(buckets: int, cost: AllReduceCost, backward_s: float | None, ranks: int, strategy: str) -> Step:
@@ -88,7 +87,7 @@ def test_a_new_plan_of_a_real_step_is_the_same() -> None:
     torch.compile(model, backend="aot_eager")(torch.randn(5, 64)).sum().backward()
     seen = step_of(model)
     assert replanned(seen).plan == seen.plan
-    measured = dataclasses.replace(seen, ready=dataclasses.replace(seen.ready, backward_s=0.001, basis=MEASURED))
+    measured = dataclasses.replace(seen, ready=dataclasses.replace(seen.ready, backward_s=0.001, basis="measured"))
     assert predict(measured, link="ethernet-25").step.plan.gradients == seen.plan.gradients
 
 

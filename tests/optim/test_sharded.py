@@ -159,9 +159,8 @@ def test_what_is_not_there_is_said() -> None:
 
 @pytest.mark.parametrize(("way", "max_norm"), [("sharded", None), ("sharded", 0.05), ("next forward", None)])
 @on_ranks("ranks")
-def test_a_plan_that_is_made_anew(way: str, max_norm: float | None) -> None:
-    """The state goes with its elements."""
-    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
+def test_parameters_in_other_memory(way: str, max_norm: float | None) -> None:
+    config = dp_compile.ReplicateConfig(backend="aot_eager")
     both = made(way, make=ADAMW, config=config, max_norm=max_norm)
     both.train(*range(6))
     both.ours.to(torch.float32)

@@ -122,7 +122,6 @@ def test_options_of_two_rules() -> None:
             {"bucket_policy": {Block}, "config": ReplicateConfig(cost=AllReduceCost(1e-3, 1e-9))},
             "bucket_policy and cost",
         ),
-        ({"config": ReplicateConfig(replan_after=3), "bucket_cap_mb": 1}, "bucket_cap_mb and replan_after"),
     )
     for options, message in wrong:
         with pytest.raises(dp_compile.ConfigError, match=f"{message} exclude each other"):
