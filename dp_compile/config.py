@@ -25,6 +25,9 @@ HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 MONITOR_VARIABLE: Final = "DP_COMPILE_MONITOR_AFTER_S"
 CHECK_VARIABLE: Final = "DP_COMPILE_CHECK_PARAMETERS_EVERY"
+LINK_VARIABLE: Final = "DP_COMPILE_LINK"
+REMEMBERED: Final = "remembered"
+NOMINAL: Final = "nominal"
 BACKENDS: Final = ("inductor", "aot_eager")
 DEFAULT_CAP_MB: Final = 25.0
 """Of torch's DDP."""
@@ -68,7 +71,7 @@ class ReplicateConfig:
             at least this much, the first of each key at 1 MiB; `math.inf`: one bucket for each key after the first.
             `None`: buckets end where the predicted end of the step is earliest.
         cost: `AllReduceCost | None`, default `None`. What an all-reduce costs, from `calibrate().cost`, for that
-            prediction. `None`: a nominal link.
+            prediction. `None`: measured when a group of such ranks is first replicated on, and remembered.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by, as FSDP2's
             `set_gradient_divide_factor`. `None`: the number of ranks. NCCL then averages in the collective; else all is
             divided before the sum, in float16 by a power of two near the square root, as FSDP does.
@@ -192,6 +195,20 @@ class ReplicateConfig:
 
 def _variable(name: str) -> str:
     return os.environ.get(name, "").strip().lower()
+
+
+def link_source() -> str:
+    """Where the cost of a collective is from, where no `cost` is given; the environment variable says.
+
+    `remembered`, the default: measured once for such ranks, and kept with torch's caches. `measured`: in each process,
+    and not kept. `nominal`: the backend's figures.
+
+    Raises:
+        ConfigError: the variable holds something else.
+    """
+    text = _variable(LINK_VARIABLE) or REMEMBERED
+    require(text in (REMEMBERED, "measured", NOMINAL), LINK_VARIABLE, "remembered, measured or nominal", text)
+    return text
 
 
 def dump_directory() -> str | None:

@@ -27,6 +27,7 @@ torch.set_num_threads(1)
 # As in the ranks too: compiling makes many objects of which few are garbage.
 gc.set_threshold(20_000, 20, 100)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
+os.environ.setdefault("DP_COMPILE_LINK", "nominal")  # plans are those of nominal links, on every machine
 # As in the ranks: compiling a small model takes a seventh less.
 dynamo.measure_no_guards()
 # A rank that is a copy of a process with all of this loaded starts at once; loading it takes a core five seconds. But

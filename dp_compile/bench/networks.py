@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 from dp_compile.bench import simulated_group
+from dp_compile.config import LINK_VARIABLE
 from dp_compile.errors import ConfigError, DPCompileError, require
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost, check_number
@@ -136,7 +137,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
         NetworkError: on entering, if this machine, or this user's rights on it, cannot make it.
     """
     if network.kind == "loopback":
-        yield Placement("gloo", "127.0.0.1", ((),) * ranks, {"GLOO_SOCKET_IFNAME": "lo"}, frees_cpu=False)
+        yield Placement("gloo", "127.0.0.1", ((),) * ranks, _on_interface("lo"), frees_cpu=False)
         return
     if network.kind == "simulated":
         # The barrier of `init_process_group` would wait in the store for ranks that do not exist.
@@ -168,7 +169,12 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
             shape = f"rate {round(rate_mbit * 1e6)}bit burst {_BURST_KIB}k limit {_QUEUE_MIB}m"
             _run(f"tc -n {space} qdisc replace dev eth0 root tbf {shape}")
         prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces)
-        yield Placement("gloo", _ADDRESSES[0], prefixes, {"GLOO_SOCKET_IFNAME": "eth0"})
+        yield Placement("gloo", _ADDRESSES[0], prefixes, _on_interface("eth0"))
+
+
+def _on_interface(name: str) -> dict[str, str]:
+    """No link is remembered: another rate of the same interface is another link."""
+    return {"GLOO_SOCKET_IFNAME": name, LINK_VARIABLE: "measured"}
 
 
 def remove_stale() -> None:

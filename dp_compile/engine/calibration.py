@@ -1,15 +1,27 @@
-"""Measure what an all-reduce costs on a group, and on the two levels of its network."""
+"""What an all-reduce costs on a group, and on the two levels of its network: measured, and remembered.
+
+`calibrate` gives the figures, for `ReplicateConfig(cost=...)`. Without that option `remembered_cost` gives them in
+factors of two: no two measurements are equal, and the same machines are to have the same plan in every run.
+"""
 
 from __future__ import annotations
 
+import getpass
+import json
+import logging
 import math
+import os
+import platform
+import socket
 import statistics
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,12 +29,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
-from dp_compile.engine.group import group_on, resolve_group
-from dp_compile.engine.plan_sync import agree, table_of
+from dp_compile.config import REMEMBERED, link_source
+from dp_compile.engine.group import Group, group_on, resolve_group
+from dp_compile.engine.plan_sync import agree, decide, exchange, meeting, table_in_backward, table_of
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
+
+logger = logging.getLogger("dp_compile.calibration")
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
@@ -31,6 +47,13 @@ REPETITIONS: Final = 7
 
 SWEEPS: Final = 3
 """So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
+
+QUICK_REPETITIONS: Final = 5
+QUICK_S: Final = 0.1
+"""So many seconds, and no larger size follows, where the measurement was not asked for."""
+
+WORST_FIT: Final = 0.3
+"""A larger mean deviation from the line: other work disturbs the measurement, and it is not remembered."""
 
 _calls: Counter[str] = Counter()
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost]] = WeakKeyDictionary()
@@ -76,60 +99,179 @@ def calibrate(
         table_of(on_device, device), f"dp_compile.calibrate/{resolved.name}/{_calls[resolved.name]}", {},
         call="calibrate()",
     )  # fmt: skip
-    on_link = partial(_fit, group=group, device=device)
-    fits = [on_link([Stage(ALL_REDUCE, resolved.name, "sum")])]
-    if levels is not None:
-        stages = levels.stages("sum", on_device.backend)
-        fits += [on_link([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
-    whole, *two = (found.cost for found in fits)
-    cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
-    _known.setdefault(group, {})[device.type] = cost
-    return CostFit(cost, residual=max(found.residual for found in fits))
+    found = _Sweep(replace(on_device, levels=levels), device, REPETITIONS, statistics.median).fit()
+    _known.setdefault(group, {})[device.type] = found.cost
+    return found
 
 
 def calibrated(group: dist.ProcessGroup, device: torch.device, *, with_levels: bool) -> AllReduceCost | None:
     """What `calibrate` measured last on a group, if it did; on two levels of network only if it measured those.
 
-    For what is said of a step. A plan is made from a cost that the config has, so that nothing depends on what else
+    For reports of a step. A plan is made from a cost that the config has, so that nothing depends on what else
     the process did before.
     """
     cost = _known.get(group, {}).get(device.type)
     return None if cost is None or (with_levels and cost.inside is None) else cost
 
 
-def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> CostFit:
-    parts = math.lcm(*(stage.parts for stage in stages))
-    sizes = [-(-nbytes // (4 * parts)) * 4 * parts for nbytes in SIZES]
-    samples: list[tuple[int, float]] = []
-    for _ in range(SWEEPS):  # every rank fits the same samples, so all of them stop or go on
-        seconds = torch.tensor([_seconds(nbytes, stages, group, device) for nbytes in sizes], device=device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-        samples += zip(sizes, seconds.tolist(), strict=True)
-        with suppress(TimesDoNotGrow):
-            return fit(samples)
-    times_ms = [taken * 1e3 for _, taken in samples]
-    raise ConfigError(
-        f"calibrate() found no bandwidth: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took "
-        f"{min(times_ms):.3g} to {max(times_ms):.3g} ms, not more for more bytes, in {SWEEPS} sweeps. Calibrate again "
-        f"when nothing else runs on these machines."
-    )
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """Times of a group's collectives. Every rank fits the same numbers.
+
+    Args:
+        repetitions: of each size; `typical`: which of their times counts.
+        limit_s: after so long no larger size follows.
+    """
+
+    group: Group
+    device: torch.device
+    repetitions: int
+    typical: Callable[[Sequence[float]], float]
+    limit_s: float = math.inf
+
+    def fit(self) -> CostFit:
+        """What a collective costs on the group, and on its levels.
+
+        Raises:
+            ConfigError: the times do not grow with the size in any of three sweeps.
+        """
+        group = self.group
+        fits = [self._fit([Stage(ALL_REDUCE, group.name, "sum")])]
+        if group.levels is not None:
+            stages = group.levels.stages("sum", group.backend)
+            fits += [self._fit([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
+        whole, *two = (found.cost for found in fits)
+        cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
+        return CostFit(cost, residual=max(found.residual for found in fits))
+
+    def _fit(self, stages: Sequence[Stage]) -> CostFit:
+        parts = math.lcm(*(stage.parts for stage in stages))
+        sizes = [-(-nbytes // (4 * parts)) * 4 * parts for nbytes in SIZES]
+        samples: list[tuple[int, float]] = []
+        for _ in range(SWEEPS):  # every rank fits the same samples, so all of them stop or go on
+            spent_s = 0.0
+            for nbytes in sizes:
+                slowest = torch.tensor(self.typical(self._times_s(nbytes, stages)), device=self.device)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group.process_group)
+                samples.append((nbytes, slowest.item()))
+                spent_s += (1 + self.repetitions) * slowest.item()
+                if spent_s > self.limit_s:
+                    break
+            with suppress(TimesDoNotGrow):
+                return fit(samples)
+        times_ms = [taken * 1e3 for _, taken in samples]
+        raise ConfigError(
+            f"no bandwidth was found: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took {min(times_ms):.3g} to "
+            f"{max(times_ms):.3g} ms, not more for more bytes, in {SWEEPS} sweeps. Calibrate again when nothing else "
+            "runs on these machines."
+        )
+
+    def _times_s(self, nbytes: int, stages: Sequence[Stage]) -> list[float]:
+        """How long stages take one after the other, each time."""
+        data = torch.zeros(nbytes // 4, device=self.device)
+        times = []
+        for _ in range(1 + self.repetitions):
+            dist.barrier(self.group.process_group)
+            start = time.perf_counter()
+            tensor = data
+            for stage in stages:
+                launched = launch_stage(stage, [tensor])
+                launched.work.wait()
+                (tensor,) = launched.tensors
+                if stage.op == EXCHANGE:
+                    tensor = tensor.view(stage.parts, -1).sum(0)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+            times.append(time.perf_counter() - start)
+        return times[1:]
 
 
-def _seconds(nbytes: int, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long stages take one after the other."""
-    data = torch.zeros(nbytes // 4, device=device)
-    times = []
-    for _ in range(1 + REPETITIONS):
-        dist.barrier(group)
-        start = time.perf_counter()
-        tensor = data
-        for stage in stages:
-            launched = launch_stage(stage, [tensor])
-            launched.work.wait()
-            (tensor,) = launched.tensors
-            if stage.op == EXCHANGE:
-                tensor = tensor.view(stage.parts, -1).sum(0)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+# --- remembered -------------------------------------------------------------------------------------------------------
+
+_links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | None]]] = WeakKeyDictionary()
+"""By the type of device, what `remembered_cost` has found."""
+
+
+def remembered_cost(replica: Replica) -> AllReduceCost | None:
+    """What a collective on a module's group costs, each figure in a factor of two; `None`: the times said nothing.
+
+    Every rank calls it. It is measured once for ranks that are alike in number, hosts, device and backend, in at most
+    0.3 s with gloo on one machine, and kept in a file in the directory of torch's caches, on the host of rank 0. See
+    `config.link_source`.
+
+    Raises:
+        DesyncError: a rank does not come within the time-out of the group.
+    """
+    group, device = replica.group, replica.device
+    known = _links.setdefault(group.process_group, {})
+    if device.type not in known:
+        table = table_in_backward(replica)
+        hosts = Counter(exchange(table, meeting(replica, "hosts"), socket.gethostname()))
+        file, key, keeps = _file(), _key(group, device, hosts.values()), link_source() == REMEMBERED
+        found = decide(table, meeting(replica, "link"), _read(file).get(key) if keeps else None)
+        if found is not None:
+            known[device.type] = AllReduceCost.from_dict(found)
+        else:
+            known[device.type] = cost = _quick_cost(group, device)
+            if cost is not None and keeps and dist.get_rank(group.process_group) == 0:
+                _write(file, {**_read(file), key: asdict(cost)})
+    return known[device.type]
+
+
+def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
+    """The shortest times count: what else a machine does makes them longer. The same on every rank."""
+    try:
+        found = _Sweep(group, device, QUICK_REPETITIONS, min, QUICK_S).fit()
+    except ConfigError as error:
+        logger.info("the cost of the link stays nominal: %s", error)
+        return None
+    if found.residual > WORST_FIT:
+        logger.info("the cost of the link stays nominal: times are %.0f %% off any line", 100 * found.residual)
+        return None
+    return _in_bins(found.cost)
+
+
+def _key(group: Group, device: torch.device, hosts: Iterable[int]) -> str:
+    """Ranks for which the same figures hold; `hosts`: how many ranks are on each."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {os.cpu_count()}"
+    levels = "" if group.levels is None else f", levels {group.levels.ranks_inside}"
+    return f"{group.backend} on {hardware}, ranks by host {sorted(hosts)}{levels}"
+
+
+def _in_bins(cost: AllReduceCost) -> AllReduceCost:
+    """Latency and bandwidth to the next power of two, of microseconds and of GB/s."""
+
+    def to_power(value: float) -> float:
+        return 2.0 ** round(math.log2(value))
+
+    levels = [None if each is None else _in_bins(each) for each in (cost.inside, cost.between)]
+    # A line through zero comes of noise: no collective takes less than a microsecond.
+    alpha_us, busbw_gb_s = max(1.0, cost.alpha_s * 1e6), 1e-9 / cost.beta_s_per_byte
+    return AllReduceCost(to_power(alpha_us) * 1e-6, 1e-9 / to_power(busbw_gb_s), *levels)
+
+
+def _file() -> Path:
+    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not directory:  # as torch names it; asking torch loads Dynamo
+        user = "unknown"
+        with suppress(KeyError, ImportError, OSError):
+            user = getpass.getuser()
+        directory = str(Path(tempfile.gettempdir(), f"torchinductor_{user}"))
+    return Path(directory, "dp_compile_links.json")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    """At once or not at all: other processes may read and write it."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
+        temporary.write_text(json.dumps(content, indent=1))
+        temporary.replace(file)

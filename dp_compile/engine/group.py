@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.backends import Backend
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
 
@@ -28,6 +29,8 @@ class Group:
     """Its ranks by node, if the network between nodes is another one than inside."""
     scattered: frozenset[str] = frozenset()
     """The parameters of whose reduced gradients each rank keeps a part only, by name."""
+    measured: AllReduceCost | None = None
+    """What a collective on it costs, if that is known (`engine/calibration.py`)."""
 
     def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
         """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts.
@@ -51,6 +54,11 @@ class Group:
     def ranks_inside(self) -> int | None:
         """Ranks of a node, on two levels."""
         return None if self.levels is None else self.levels.ranks_inside
+
+    @property
+    def cost(self) -> AllReduceCost:
+        """What a collective costs: measured, else that of the backend's nominal links."""
+        return self.measured or nominal_cost(self.backend, self.world_size, self.ranks_inside)
 
     @property
     def has_others(self) -> bool:

@@ -33,7 +33,6 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
-from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import Planned, percent_above, plan_optimal
 from dp_compile.plan.ready_times import ReadyTimes
@@ -368,8 +367,9 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
     for replica, table, topic, proposal in asked:
         decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
         replica.planning.awaits_graph = False
-        if decided is not None:
-            ready, before = ReadyTimes.from_json(decided), len(replica.plan.buckets)
+        if decided is not None or replica.group.measured is not None:
+            ready = replica.planning.ready if decided is None else ReadyTimes.from_json(decided)
+            before = len(replica.plan.buckets)
             planned = plan_from_times(replica, ready)
             # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size
             # would then be added to each other, and nothing else would notice.
@@ -387,7 +387,7 @@ def plan_from_times(replica: Replica, times: ReadyTimes) -> Planned:
     group, planning = replica.group, replica.planning
     assert planning.layout is not None
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
-    cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    cost = replica.config.cost or group.cost
     planned = plan_optimal(gradients, cost, times, planning.layout)
     if planning.for_next_forward:
         return plan_crossing(planned, times, cost, Layout(ALIGNMENT_BYTES), lanes=group.backend.lanes)

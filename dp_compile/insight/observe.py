@@ -15,7 +15,7 @@ from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
-from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import Certificate
 from dp_compile.plan.ready_times import ASSUMED
 from dp_compile.plan.words import count, format_bytes
@@ -141,12 +141,10 @@ def step_of_replica(replica: Replica) -> Step:
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
     """What a collective costs, and where that is from."""
     group = replica.group
-    nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-    cost = replica.config.cost or (
-        nominal if replica.planning.certificate is None else replica.planning.certificate.cost
-    )
     if replica.config.cost is not None:
-        return cost, "given in the config"
+        return replica.config.cost, "given in the config"
     if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
         return known, "measured by calibrate()"
-    return cost, f"{NOMINAL} for {group.backend}, not measured"
+    if group.measured is not None:
+        return group.measured, "measured on such ranks, in factors of two"
+    return group.cost, f"{NOMINAL} for {group.backend}, not measured"

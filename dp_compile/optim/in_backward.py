@@ -22,7 +22,6 @@ from dp_compile.optim.setup import Setup
 from dp_compile.optim.shard import Shard
 from dp_compile.optim.update import Part, Update, Whole
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
-from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import Planned
 from dp_compile.replication.module import replica_of
@@ -170,7 +169,7 @@ def _plan_for(replica: Replica) -> None:
         return
     group = replica.group
     layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
-    cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    cost = replica.config.cost or group.cost
     replica.planning.for_next_forward = True
     as_it_is = Planned(replica.plan, replica.planning.certificate)
     planned = plan_crossing(as_it_is, replica.planning.ready, cost, layout, lanes=group.backend.lanes)

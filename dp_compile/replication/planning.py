@@ -13,7 +13,6 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_single
-from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.planner import Planned, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
 
@@ -65,7 +64,7 @@ def make_plan(
     if config.bucket_cap_mb is not None:
         return Planning(strategy, plan_fixed(gradients, config.bucket_cap_mb, layout), ready)
 
-    cost = config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    cost = config.cost or group.cost
     return Planning(strategy, plan_optimal(gradients, cost, ready, layout), ready, layout)
 
 

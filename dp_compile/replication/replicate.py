@@ -16,8 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
-from dp_compile.config import CHECK_VARIABLE, HOOK_VARIABLE, ReplicateConfig, check_parameters_every, has_address
+from dp_compile.config import (
+    CHECK_VARIABLE,
+    HOOK_VARIABLE,
+    LINK_VARIABLE,
+    NOMINAL,
+    ReplicateConfig,
+    check_parameters_every,
+    has_address,
+    link_source,
+)
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
+from dp_compile.engine.calibration import remembered_cost
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
@@ -360,6 +370,8 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
         statement = _statement(target, replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
     replica.module.topic = request.meeting.compare(statement)
+    if replica.planning.awaits_graph and config.cost is None and replica.group.has_others and link_source() != NOMINAL:
+        replica.group = dataclasses.replace(replica.group, measured=remembered_cost(replica))
     buffers = replica.buffers if config.copies_buffers_at_start else ()
     states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.module.frozen), *buffers)]
     if replica.group.world_size > 1:
@@ -440,6 +452,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "buffers": describe(target.buffers) if replica.config.copies_buffers_at_start else [],
         "options": dataclasses.asdict(replica.config) | {"mp_policy": repr(replica.config.mp_policy)},
         CHECK_VARIABLE: check_parameters_every(),
+        LINK_VARIABLE: link_source(),
         "passes": [repr(graph_pass) for graph_pass in replica.planning.passes],
         "plan": replica.plan.signature(),
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,

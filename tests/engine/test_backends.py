@@ -76,8 +76,8 @@ def test_calibration_is_on_the_device_of_the_group(
     """`get_backend()` of a group made by `init_process_group()` is `undefined`, for which gloo was measured."""
     devices = []
 
-    def fitted(stages: Any, *, group: dist.ProcessGroup, device: torch.device) -> CostFit:
-        devices.append(device.type)
+    def fitted(sweep: Any) -> CostFit:
+        devices.append(sweep.device.type)
         return CostFit(AllReduceCost(1e-4, 1e-9), 0.0)
 
     of = {"cpu": GLOO, "cuda": Backend("x", works_on)}
@@ -85,7 +85,7 @@ def test_calibration_is_on_the_device_of_the_group(
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
         monkeypatch.setattr(distributed, "backend_of", lambda _, kind: of[kind])
-        monkeypatch.setattr(calibration, "_fit", fitted)
+        monkeypatch.setattr(calibration._Sweep, "fit", fitted)
         monkeypatch.setattr(calibration, "table_of", lambda *_: None)
         monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
         assert dist.get_backend() == "undefined"
