@@ -1,10 +1,13 @@
-"""The Python that the documents show is run on two ranks."""
+"""The Python that the documents show is run on two ranks; their commands are run as they are shown, on small models."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,9 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import python_of
+from docs_scripts import ROOT, blocks, python_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -75,10 +79,18 @@ def test_the_start_on_a_cluster() -> None:
 
 
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
+    quickstart = (
+        "\n".join(
+            python_of("quickstart.md", each)
+            for each in ("From DistributedDataParallel", "Save and resume", "Log metrics")
+        )
+        + "\nprint(metrics)"
+    )
     optimizer = python_of("tuning.md", OPTIMIZERS).split("dp_compile.optim.in_backward")[0]
     for code, where, text in (
-        (python_of("README.md", "Ten lines"), "printed", "backwards: 3 captured"),
-        (python_of("quickstart.md", "From DistributedDataParallel"), "printed", "backwards: 3 captured"),
+        (python_of("README.md", "Use it"), "printed", "backwards: 3 captured"),
+        (quickstart, "printed", "backwards: 3 captured"),
+        (python_of("tuning.md", "Link"), "report", "none yet"),
         (python_of("tuning.md", OPTIMIZERS), "report", "2 parameters updated in it"),
         (python_of("tuning.md", OPTIMIZERS, 2), "report", "the last backward left 2 updates for the next forward"),
         (
@@ -103,3 +115,69 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     assert "topology one-peer-exp" in one["report"]
     assert one["parameters"] != other["parameters"]
     assert one["saved"] == other["saved"] != []
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = {
+    "pip install": (".ci/setup", "pip install"),
+    "python -m pytest -n 2": (".ci/run", "python -m pytest -n 2"),
+    "python tests/mutation_campaign.py --jobs 2": (".ci/nightly", "python tests/mutation_campaign.py --jobs 2"),
+    ".ci/nightly fuzzer": (".ci/nightly", "run_fuzzer"),
+    ".ci/gpu --rehearse": ("tests/gpu/test_rehearsal.py", '"--rehearse"'),
+    "cd docs/example_suite": ("tests/testing/test_example_suite.py", '"-m", "pytest"'),
+    "dp-compile train --check": ("tests/train/test_train.py", '"--check"'),
+}
+"""Commands that CI itself runs, or a test of theirs: the file, and what it has."""
+
+SMALLER = {
+    "dp-compile train": "dp-compile train --layers 1 --width 32 --steps 14",
+    "bench run short": "bench run short.toml",
+    "dp-compile": f"{sys.executable} -m dp_compile",
+    "torchrun": f"{sys.executable} -m torch.distributed.run",
+}
+SUITE = """
+workloads = ["tiny-gpt"]
+modes = ["oracle", "ours"]
+networks = [{kind = "loopback"}]
+warmup_steps = 1
+repetitions = 3
+"""
+TRAIN = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss as loss_fn
+
+Model, loader = lambda: nn.Linear(4, 3), [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+"""
+
+
+def commands() -> dict[Path, list[str]]:
+    """By document, in their order."""
+    texts = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    shown = {path: [block for kind, block in blocks(text) if kind == "console"] for path, text in texts.items()}
+    return {path: re.findall(r"^\$ (.*)$", "".join(each), re.MULTILINE) for path, each in shown.items() if each}
+
+
+def is_run_elsewhere(command: str) -> bool:
+    return any(command.startswith(each) for each in ELSEWHERE)
+
+
+def test_commands_of_the_readme_are_run_elsewhere() -> None:
+    assert all(map(is_run_elsewhere, commands()[ROOT / "README.md"]))
+    for file, text in ELSEWHERE.values():
+        assert text in (ROOT / file).read_text(), file
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_other_commands_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + python_of("quickstart.md", "From DistributedDataParallel"))
+    (tmp_path / "short.toml").write_text(SUITE)
+    for path, shown in commands().items():
+        for command in (each for each in shown if not is_run_elsewhere(each)):
+            for name, smaller in SMALLER.items():
+                command = command.replace(name, smaller)
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+            done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, (path.name, command, done.stdout, done.stderr)
