@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import dp_compile
-from dp_compile import errors, optim, state
+from dp_compile import errors, optim
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import DPCompileError
 
@@ -41,10 +41,8 @@ def document() -> str:
     in_errors = {name: value for name, value in vars(errors).items() if _is_error(value)}
     elsewhere = {f"{home}.{name}": getattr(import_module(f"dp_compile.{home}"), name) for home, name in ELSEWHERE}
     in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
-    in_state = {name: value for name, value in vars(state).items() if _is_public(name, value, state.__name__)}
     parts = [HEAD, "## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
     parts += ["\n## In `dp_compile.errors`\n", *_rows(in_errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
-    parts += ["\n## In `dp_compile.state`\n", *_rows(in_state)]
     parts += ["\n## In other submodules of `dp_compile`\n", *_rows(elsewhere)]
     parts += ["\n## Options: `ReplicateConfig`\n", *_options()]
     return "\n".join(parts) + "\n"
@@ -53,10 +51,6 @@ def document() -> str:
 def main() -> None:
     """Write the page."""
     (Path(__file__).parent / "api.md").write_text(document())
-
-
-def _is_public(name: str, value: object, module: str) -> bool:
-    return not name.startswith("_") and getattr(value, "__module__", None) == module
 
 
 def _is_error(value: object) -> bool:

@@ -1,11 +1,11 @@
 """Guards of a module between backwards: is it the one that was replicated, equal on all ranks, with finite gradients?
 
-- Intact: parameters may be replaced, added, unfrozen or moved. A captured backward is looked at when its graph or the
+- Intact: parameters may be replaced, added, unfrozen or moved. A captured backward is checked when its graph or the
   tensors in it are new (`check_gradients_have_hooks`, `compile.py`), every other one before it runs. A walk
   through a large module takes milliseconds, so it is done when a short look finds other objects than at the last one.
 - Equal: a rank that loads weights alone, or sets gradients by hand, trains another model without an error. After a
-  synchronised backward a sum over the bits of each parameter is all-reduced (maximum and minimum); the next one looks
-  at the result, which has long been there.
+  synchronised backward a sum over the bits of each parameter is all-reduced (maximum and minimum); the next one reads
+  the result, which has long been there.
 - Finite: with `check_nan`.
 """
 
@@ -16,7 +16,7 @@ import platform
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
@@ -33,6 +33,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import exchange, meeting, table_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError
+from dp_compile.plan.words import ranks_in_words
 
 logger = logging.getLogger("dp_compile.guards")
 
@@ -61,13 +62,10 @@ def check_intact(replica: Replica) -> None:
     Raises:
         ReductionError: a parameter was replaced, added, unfrozen or moved.
     """
-    if not replica.config.check_reductions or _looks_as_before(replica):
-        return
-    check_not_moved(replica)
-    _refuse(_FROZEN, [name for name, parameter in replica.module.frozen if parameter.requires_grad])
-    _refuse(_REPLACED, [name for name, _ in _strangers(replica)])
-    _refuse(_ADDED, [name for name, _ in _added(replica)])
-    _remember(replica)
+    if replica.config.check_reductions and not _looks_as_before(replica):
+        check_not_moved(replica)
+        _refuse(_without_hook(replica))
+        _remember(replica)
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:
@@ -102,16 +100,12 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) ->
             added since.
     """
     present = set(map(id, accumulated))
-    _refuse(_FROZEN, [name for name, parameter in replica.module.frozen if id(parameter) in present])
-    if _looks_as_before(replica):
-        return
-    strangers, added = list(_strangers(replica)), list(_added(replica))
-    _refuse(_REPLACED, [name for name, parameter in strangers if id(parameter) in present])
-    _refuse(_ADDED, [name for name, parameter in added if id(parameter) in present])
-    if not (
-        strangers or added or _moved(replica) or any(parameter.requires_grad for _, parameter in replica.module.frozen)
-    ):
-        _remember(replica)
+    _refuse((_FROZEN, name, parameter) for name, parameter in replica.module.frozen if id(parameter) in present)
+    if not _looks_as_before(replica):
+        changed = list(_without_hook(replica))
+        _refuse(each for each in changed if id(each[2]) in present)
+        if not (changed or _moved(replica)):
+            _remember(replica)
 
 
 def check_not_moved(replica: Replica) -> None:
@@ -163,23 +157,15 @@ def _look(replica: Replica, modules: _Modules) -> list[object]:
     ]  # fmt: skip
 
 
-def _refuse(why: str, names: Sequence[str]) -> None:
-    if names:
-        raise ReductionError(f"not reduced: {', '.join(names[:8])}. {why}")
-
-
-def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters that stand where others stood when the module was replicated."""
-    known = _known(replica)
+def _without_hook(replica: Replica) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Trainable parameters of the module that no hook reduces: why, name, parameter."""
+    yield from ((_FROZEN, name, each) for name, each in replica.module.frozen if each.requires_grad)
+    known = {id(each) for each in (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))}
     for place in replica.module.parameter_places:
-        parameter = place.find()
-        if parameter is not None and parameter.requires_grad and id(parameter) not in known:
-            yield place.name, parameter
-
-
-def _added(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters under new names, as adapters bring them, that no other replica reduces."""
-    outline, known = replica.module.outline, _known(replica)
+        found = place.find()
+        if found is not None and found.requires_grad and id(found) not in known:
+            yield _REPLACED, place.name, found
+    outline = replica.module.outline
     root = outline.root()
     left_alone = {id(module) for each in outline.left_alone for module in each.modules()}
     for prefix, owner in () if root is None else root.named_modules():
@@ -187,13 +173,16 @@ def _added(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
             name = fully_qualified(f"{prefix}.{attribute}" if prefix else attribute)
             is_new = name not in outline.names and id(parameter) not in known
             if is_new and parameter.requires_grad and owners.find(parameter) is None:
-                yield name, parameter
+                yield _ADDED, name, parameter
 
 
-def _known(replica: Replica) -> set[int]:
-    return {
-        id(parameter) for parameter in (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))
-    }
+def _refuse(found: Iterator[tuple[str, str, nn.Parameter]]) -> None:
+    """An error that names parameters, for the first reason that there is."""
+    names: dict[str, list[str]] = {}
+    for why, name, _ in found:
+        names.setdefault(why, []).append(name)
+    for why, of_reason in names.items():
+        raise ReductionError(f"not reduced: {', '.join(of_reason[:8])}. {why}")
 
 
 # --- equal on all ranks -----------------------------------------------------------------------------------------------
@@ -207,9 +196,10 @@ _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibon
 
 @dataclass(eq=False, slots=True)
 class _Sums:
-    """Sums on their way: those of this rank, and the largest and the inverse of the smallest of all ranks.
+    """Sums being reduced: those of this rank, and the largest and the inverse of the smallest of all ranks.
 
-    `local`: parameters were changed by gradients of this rank, as in the first half of a step of SAM.
+    `local`: parameters were changed by gradients of this rank, as in the first half of a step of SAM; on every rank,
+    else the flags are an error.
     """
 
     after: int
@@ -218,17 +208,6 @@ class _Sums:
     own: torch.Tensor
     reduced: torch.Tensor
     work: dist.Work | None
-    event: torch.Event | None
-
-    def differing(self) -> list[int]:
-        """Which places of `own` are not the same on all ranks."""
-        if self.work is not None:
-            self.work.wait()
-        if self.event is not None:
-            self.event.synchronize()
-        reduced = self.reduced.cpu()
-        places: list[int] = (reduced[0] != ~reduced[1]).nonzero().flatten().tolist()
-        return places
 
 
 @dataclass(eq=False, slots=True)
@@ -241,47 +220,36 @@ class _Comparisons:
 
 
 _comparisons: Final[weakref.WeakKeyDictionary[Replica, _Comparisons]] = weakref.WeakKeyDictionary()
-_first_steps: Final[weakref.WeakKeyDictionary[Replica, Callable[[Replica, str], None]]] = weakref.WeakKeyDictionary()
-
-
-def compare_first_step(replica: Replica, tell: Callable[[Replica, str], None]) -> None:
-    """Compare parameters once at the end of the second synchronised backward, and wait for the result.
-
-    Not at the end of the first step: a sharded optimizer sends its part after it.
-
-    Args:
-        replica: whose parameters.
-        tell: is called with it then, and with what was found, in words. It must not hold the replica.
-    """
-    _first_steps[replica] = tell
 
 
 def check_parameters(replica: Replica) -> None:
     """Called after each synchronised backward, on every rank after the same ones.
 
+    Not where ranks have run out of inputs: those do not step. Unasked only where equal gradients are sure.
+
     Raises:
         DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
     """
-    every, why_not = check_parameters_every(), _why_not_compared(replica)
-    if replica in _first_steps and replica.history.synced_backwards >= 2 and not replica.state.rehearses:
-        tell = _first_steps.pop(replica)
-        because = why_not or _why_unequal(replica, _launch(replica, replica.history.synced_backwards))
-        equal = f"parameters are equal on {replica.group.world_size} ranks"
-        tell(replica, f"parameters were not compared between ranks: {because}" if because else equal)
-    if why_not:
+    every, group = check_parameters_every(), replica.group
+    is_asked, equal_gradients = every is not None, replica.called_hook is None and group.backend.equal_bits
+    if every == 0 or not (group.has_others and replica.config.check_reductions and (is_asked or equal_gradients)):
+        return
+    if replica.state.uneven is not None:
         return
     this = _comparisons.get(replica) or _comparisons.setdefault(replica, _Comparisons())
     this.backwards += 1
     sums, this.sums = this.sums, None
-    if sums is not None and _why_unequal(replica, sums) == _BUILDS_DIFFER:
-        this.is_off = True
-        logger.warning(
-            f"parameters are not compared between ranks: {_BUILDS_DIFFER}, so optimizers may round differently. "
-            f"{CHECK_VARIABLE}=100 compares them nevertheless."
-        )
+    if sums is not None:
+        differing = _differing(sums)
+        if differing[:1] == [0] and not is_asked:
+            this.is_off = True
+            what = "machines, numbers of threads or builds of torch differ, so optimizers may round differently"
+            logger.warning(f"parameters are not compared between ranks: {what}. {CHECK_VARIABLE}=100 compares them.")
+        elif places := [place - 1 for place in differing if place]:
+            raise DesyncError(_describe(replica, sums, places))
     number = this.backwards
     is_power_of_two = number > 1 and number & (number - 1) == 0
-    if not this.is_off and (number % (every or EVERY) == 0 or (every is None and number < EVERY and is_power_of_two)):
+    if not this.is_off and (number % (every or EVERY) == 0 or (not is_asked and number < EVERY and is_power_of_two)):
         this.sums = _launch(replica, number)
 
 
@@ -291,75 +259,32 @@ def forget_comparison(replica: Replica) -> None:
         this.sums = None
 
 
-def _why_not_compared(replica: Replica) -> str:
-    """Not where ranks have run out of inputs: those do not step. Unasked only where nothing else may be meant."""
-    every, group = check_parameters_every(), replica.group
-    if every == 0:
-        return f"{CHECK_VARIABLE} is 0"
-    if not group.has_others:
-        return "there is one rank"
-    if not replica.config.check_reductions:
-        return "check_reductions is False"
-    if replica.state.uneven is not None:
-        return "inputs may be uneven"
-    if every is None and replica.called_hook is not None:
-        return "only the comm hook knows what they should be"
-    if every is None and not group.backend.equal_bits:
-        return f"{group.backend} may leave other bits on each rank"
-    return ""
-
-
-_BUILDS_DIFFER: Final = "machines, numbers of threads or builds of torch differ"
-
-
-def _why_unequal(replica: Replica, sums: _Sums) -> str:
-    """Why parameters need not be equal; empty if they are.
-
-    Raises:
-        DesyncError: they differ.
-    """
-    places = sums.differing()
-    if sums.local:  # on every rank, else the flags are an error
-        return "each rank changed them after a backward without synchronisation"
-    if places[:1] == [0] and check_parameters_every() is None:
-        return _BUILDS_DIFFER
-    if parameters := [place - 1 for place in places if place]:
-        raise DesyncError(_describe(replica, sums, parameters))
-    return ""
+def _differing(sums: _Sums) -> list[int]:
+    """Which places of `own` are not the same on all ranks. On a GPU the host waits for it, once in many backwards."""
+    if sums.work is not None:
+        sums.work.wait()
+    if sums.local:
+        return []
+    reduced = sums.reduced.cpu()
+    places: list[int] = (reduced[0] != ~reduced[1]).nonzero().flatten().tolist()
+    return places
 
 
 def _launch(replica: Replica, after: int) -> _Sums:
-    device, indices, event = replica.device, _compared(replica), None
-    with torch.no_grad():
-        sums = fingerprints([replica.parameters[index] for index in indices])
-        own = torch.cat([torch.tensor([_facts(device)], device=device), sums])
-        reduced = torch.stack([own, ~own])
-        work = dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=replica.group.process_group, async_op=True)
-        if device.type != "cpu" and replica.group.backend.on_stream:
-            assert work is not None
-            work.wait()  # on the device, not here
-            on_host = torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)
-            work, reduced, event = None, on_host.copy_(reduced, non_blocking=True), torch.Event(device)
-            event.record()
+    """Without embeddings that have a `max_norm`: a forward shortens the rows that its rank uses. Nor of subclasses of
+    tensors, which may not have bits that could be read."""
     local = replica.state.local
-    return _Sums(after, local.moved or local.was_moved, indices, own, reduced, work, event)
-
-
-def _compared(replica: Replica) -> tuple[int, ...]:
-    """All trainable parameters but embeddings with a largest norm: a forward shortens the rows that its rank uses.
-
-    Tensors of classes of their own may not have bits that could be looked at.
-    """
-    shortened = {
-        id(owner.weight)
-        for owner in replica.owning_modules()
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None
-    }
-    return tuple(
+    indices = tuple(
         index
         for index, parameter in enumerate(replica.parameters)
-        if id(parameter) not in shortened and type(own_part(parameter).detach()) is torch.Tensor
+        if index not in local.exempt and type(own_part(parameter).detach()) is torch.Tensor
     )
+    with torch.no_grad():
+        sums = fingerprints([replica.parameters[index] for index in indices])
+        own = torch.cat([torch.tensor([_facts(replica.device)], device=replica.device), sums])
+        reduced = torch.stack([own, ~own])
+        work = dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=replica.group.process_group, async_op=True)
+    return _Sums(after, local.moved or local.was_moved, indices, own, reduced, work)
 
 
 def _facts(device: torch.device) -> int:
@@ -373,8 +298,9 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number for each tensor, `(len(tensors),)` int64 on their device: equal for equal bits, else next to never.
 
     Integers are added up, so the order of additions does not matter. Sums of rows and of columns count with factors of
-    their own: values that changed places change the number. `torch.hash_tensor` cannot do that: it is an exclusive or
-    of all elements, 0 for an even number of equal ones of any value, and the same in any order (torch 2.15).
+    their own: values that changed places change the number. A factor for each word would need a product as large as
+    the tensor: 126 ms in place of 17 for 226 MB (one core). `torch.hash_tensor` is an exclusive or of all elements, 0
+    for an even number of equal ones of any value, and the same in any order (torch 2.15).
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -409,23 +335,17 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
     """Which parameter, on which ranks: asked in the store, as it happens once in a run."""
     first, own = sums.indices[places[0]], int(sums.own[places[0] + 1])
-    said = exchange(table_in_backward(replica), meeting(replica, "differing parameters"), own)
-    usual = Counter(said).most_common(1)[0][0]
-    others = _ranks([rank for rank, each in enumerate(said) if each != usual])
-    same = _ranks([rank for rank, each in enumerate(said) if each == usual])
+    stated = exchange(table_in_backward(replica), meeting(replica, "differing parameters"), own)
+    usual = Counter(stated).most_common(1)[0][0]
+    others, same = ([rank for rank, each in enumerate(stated) if (each == usual) is wanted] for wanted in (False, True))
     more = f", and {len(places) - 1} more" if len(places) > 1 else ""
     return (
         f"parameters differ between ranks after {sums.after} synchronised backwards: {replica.names[first]} on "
-        f"{others} is not what it is on {same}{more}. Parameters were changed on some ranks only, or differently: "
-        "weights that one rank loaded or edited alone, gradients that were set by hand "
+        f"{ranks_in_words(others)} is not what it is on {ranks_in_words(same)}{more}. Parameters were changed on some "
+        "ranks only, or differently: weights that one rank loaded or edited alone, gradients that were set by hand "
         "(torch.autograd.grad) and so not reduced, a step that some ranks skipped. Load on every rank, reduce such "
         f"gradients with torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if that is meant."
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
 
 
 # --- finite -----------------------------------------------------------------------------------------------------------
@@ -435,28 +355,24 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs:
     """Raise on every rank if a reduced gradient holds a NaN or an infinity. Reads one number back from the device.
 
     The sum of a bucket is not finite on all ranks as soon as one rank's contribution was not, so all ranks decide the
-    same without a word, and only then compare what their backwards started from.
+    same without a message, and only then compare what their backwards started from.
 
     Raises:
         ReductionError: names the parameters, and the ranks whose loss was not finite.
     """
     if _all_finite(replica, list(reduced.values())):
         return
-    names = [f"{name} ({kind})" for name, grad in reduced.items() if (kind := _kind(grad))]
-    names = names or ["parts of DTensors that other ranks hold"]
+    kinds = {name: "nan" if bool(grad.isnan().any()) else "inf" for name, grad in reduced.items() if _is_bad(grad)}
+    names = [f"{name} ({kind})" for name, kind in kinds.items()] or ["parts of DTensors that other ranks hold"]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    finite = all(bool(each.isfinite().all()) for each in outputs if isinstance(each, torch.Tensor))
-    said = exchange(table_in_backward(replica), meeting(replica, "finite"), finite)
-    culprits = [str(rank) for rank, each in enumerate(said) if not each]
-    if culprits:
-        origin = f"The loss was not finite on rank(s) {', '.join(culprits)} of the group."
-    else:
-        wire = replica.config.wire_dtype(replica.parameters)
-        sent = f", or a gradient is too large for {str(wire).removeprefix('torch.')}, in which they travel" * bool(wire)
-        origin = (
-            "The loss was finite on every rank: a backward made them, or their sum is too large for the "
-            f"dtype{sent}. torch.autograd.set_detect_anomaly(True) names the operation, if a backward did."
-        )
+    finite = not any(_is_bad(each) for each in outputs if isinstance(each, torch.Tensor))
+    stated = exchange(table_in_backward(replica), meeting(replica, "finite"), finite)
+    origin = (
+        "The loss was finite on every rank: a backward made them, or a sum or a gradient is too large for the dtype in "
+        "which it travels. torch.autograd.set_detect_anomaly(True) names the operation, if a backward did."
+    )
+    if culprits := [rank for rank, each in enumerate(stated) if not each]:
+        origin = f"The loss was not finite on {ranks_in_words(culprits)} of the group."
     raise ReductionError(f"reduced gradients are not finite: {', '.join(names[:8])}{more}. {origin}")
 
 
@@ -473,6 +389,5 @@ def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
     return bool(said)
 
 
-def _kind(grad: torch.Tensor) -> str:
-    """Empty for a finite tensor."""
-    return "nan" if bool(grad.isnan().any()) else "inf" if bool(grad.isinf().any()) else ""
+def _is_bad(tensor: torch.Tensor) -> bool:
+    return not bool(tensor.isfinite().all())

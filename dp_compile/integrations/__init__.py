@@ -3,7 +3,7 @@
 | file              | what it is for                                                  |
 |-------------------|-----------------------------------------------------------------|
 | `accelerate.py`   | a subclass of accelerate's `Accelerator`                        |
-| `common.py`       | what all of them refuse, choose and watch                       |
+| `common.py`       | what all of them refuse and choose                              |
 | `lightning.py`, `pytorch_lightning.py` | `strategy="dp_compile"` of Lightning's twins           |
 | `strategies.py`   | what these two have in common                                   |
 | `torchtitan.py`   | a `parallelize_fn` for torchtitan's model specs                 |

@@ -14,8 +14,6 @@ from typing import Any, Final, cast
 import torch
 from accelerate import Accelerator as AcceleratesOwn  # users may put ours under its public name
 from accelerate.utils import (
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
     is_compiled_module,
@@ -26,7 +24,7 @@ from torch import nn
 from dp_compile._torch.module_calls import compile_in_place
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
-from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, watch_first_step
+from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import unwrap
 
@@ -35,7 +33,6 @@ refuse_other_versions("accelerate")
 _WHOLE: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _OTHERS: Final = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 _SPLITS: Final = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
-_POWER_SGD: Final = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
 _PREPARED: Final = "_is_accelerate_prepared"
 _PLAIN_FORWARD: Final = "_original_forward"
 """Where accelerate keeps the forward that it wrapped in autocast."""
@@ -44,10 +41,9 @@ _PLAIN_FORWARD: Final = "_original_forward"
 class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     """accelerate's `Accelerator`, whose `prepare` wraps models with `dp_compile.DistributedDataParallel`.
 
-    Takes what accelerate's takes. `DistributedDataParallelKwargs` means what it means there; what it cannot mean is
-    refused by name. With a `dynamo_plugin` or `dynamo_backend` the prepared model is compiled, and its backward with
-    its reductions becomes one graph; regional compilation compiles the blocks where they are. After the first step one
-    line at INFO says which way backwards go, and that parameters are equal on all ranks.
+    Takes what accelerate's takes. `DistributedDataParallelKwargs` means what it means there. With a `dynamo_plugin` or
+    `dynamo_backend` the prepared model is compiled, and its backward with its reductions becomes one graph; regional
+    compilation compiles the blocks where they are.
 
     `trigger_sync_in_backward` and `join_uneven_inputs` also find the wrapper in a compiled model, and `unwrap_model`
     leaves it there.
@@ -59,29 +55,22 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         kwargs: as accelerate's.
 
     Raises:
-        ConfigError: models are to be sharded, or split otherwise; or arguments would have no effect.
+        ConfigError: models are to be sharded, or split otherwise.
     """
 
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        plugin = kwargs.get("dynamo_plugin")
-        self._set_up(replicate_config, kwargs.get("dynamo_backend") if plugin is None else plugin.backend.value)
+        self._set_up(replicate_config)
 
-    def _set_up(self, replicate_config: ReplicateConfig | None, backend: str | None) -> None:
+    def _set_up(self, replicate_config: ReplicateConfig | None) -> None:
         self.replicate_config = options(replicate_config, self.state.dynamo_plugin.backend.value.lower())
         _refuse_other_parallelism(self)
-        _refuse_other_compiler(self, backend)
-        if self.ddp_handler is not None:
-            _refuse_without_effect(self.ddp_handler)
 
     @classmethod
-    def take_over(
-        cls, accelerator: AcceleratesOwn, replicate_config: ReplicateConfig | None = None, backend: str | None = None
-    ) -> AcceleratesOwn:
+    def take_over(cls, accelerator: AcceleratesOwn, replicate_config: ReplicateConfig | None = None) -> AcceleratesOwn:
         """Let an `Accelerator` of accelerate's own, which has prepared no model yet, become one of these.
 
-        `backend`: what it was asked to compile with, if anything. Raises a ConfigError where the class does, and for an
-        object of another class.
+        Raises a ConfigError where the class does, and for an object of another class.
         """
         if type(accelerator) is not AcceleratesOwn:
             kind = type(accelerator)
@@ -90,7 +79,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
                 "it from dp_compile.integrations.accelerate.Accelerator."
             )
         accelerator.__class__ = cls
-        accelerator._set_up(replicate_config, backend)
+        accelerator._set_up(replicate_config)
         return accelerator
 
     def prepare_model(
@@ -149,7 +138,6 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         wrapped = DistributedDataParallel(model, config=self.replicate_config, **given)
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapped)
-        watch_first_step(wrapped, "accelerate")
         return wrapped
 
     def _compile(self, model: nn.Module) -> nn.Module:
@@ -196,31 +184,3 @@ def _refuse_other_parallelism(accelerator: AcceleratesOwn) -> None:
             "mixed_precision='fp8' replaces modules by those of another library, which was not tried with "
             f"dp_compile. Use 'bf16', 'fp16' or 'no'. {remedy}"
         )
-
-
-def _refuse_other_compiler(accelerator: AcceleratesOwn, asked: str | None) -> None:
-    """All `Accelerator`s of a process share a state: what a later one is given for the compiler is dropped."""
-    has = accelerator.state.dynamo_plugin.backend
-    if asked is not None and DynamoBackend(str(asked).upper()) != has:
-        raise ConfigError(
-            f"dynamo_backend {str(asked).lower()!r} would have no effect: an Accelerator made before in this process "
-            f"has {has.value.lower()!r}, and accelerate keeps that one. Make all of them with the same, or call "
-            "accelerate.state.AcceleratorState._reset_state() between them."
-        )
-
-
-def _refuse_without_effect(given: DistributedDataParallelKwargs) -> None:
-    """accelerate ignores a hook that is not of its enumeration, and what belongs to a hook without one."""
-    kinds, hook, wrapper = DDPCommunicationHookType, given.comm_hook, given.comm_wrapper
-    allowed = {"comm_hook": tuple(kinds), "comm_wrapper": (kinds.NO, kinds.FP16, kinds.BF16)}
-    why = ""
-    if isinstance(hook, kinds) and hook == kinds.NO != wrapper:
-        why = f"comm_wrapper={wrapper}: there is no comm_hook that it could wrap. Give it as comm_hook"
-    if given.comm_state_option and hook not in _POWER_SGD:
-        why = f"comm_state_option={given.comm_state_option}: it is for comm_hook POWER_SGD and BATCHED_POWER_SGD"
-    for name, values in allowed.items():
-        if not any(getattr(given, name) is each for each in values):
-            names = ", ".join(each.name for each in values)
-            why = f"{name}={getattr(given, name)!r}: it has to be a DDPCommunicationHookType, one of {names}"
-    if why:
-        raise ConfigError(f"DistributedDataParallelKwargs would have no effect with {why}.")

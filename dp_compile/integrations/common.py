@@ -1,26 +1,19 @@
-"""What every integration does: it refuses versions and models, chooses options, watches the first step, cleans up."""
+"""What every integration does: it refuses versions and models, chooses options, cleans up."""
 
 from __future__ import annotations
 
-import logging
-from functools import partial
 from importlib.metadata import version
 from typing import Final
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from dp_compile.config import BACKENDS, ReplicateConfig
-from dp_compile.engine.guards import compare_first_step
 from dp_compile.engine.module_names import class_name
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.replication.ddp import DistributedDataParallel
-from dp_compile.replication.module import is_replicated, replica_of, unwrap
+from dp_compile.replication.module import is_replicated, unwrap
 from dp_compile.replication.replicate import release_abandoned, unreplicate
-
-logger = logging.getLogger("dp_compile.integrations")
 
 TESTED: Final = {
     "accelerate": ((1, 15), (2,)),
@@ -30,11 +23,6 @@ TESTED: Final = {
     "torchtitan": ((0, 3), (0, 4)),
 }
 """From which release on, and below which one; the extras `test-integrations` and `test-torchtitan` say the same."""
-
-_WAYS: Final = {
-    "captured": "captured, with their reductions in one compiled graph",
-    "eager hooks": "reduced by hooks that run eagerly",
-}
 
 
 def refuse_other_versions(package: str) -> None:
@@ -80,21 +68,3 @@ def take_off(wrapper: nn.Module | None) -> None:
     """Take everything of this package off the model in a wrapper, if it is one of this package."""
     if isinstance(wrapper, DistributedDataParallel) and is_replicated(wrapper):
         unreplicate(wrapper)
-
-
-def watch_first_step(module: nn.Module, framework: str) -> None:
-    """Compare the parameters of a replicated module once, after its first step, and log how its backwards go.
-
-    A framework stands between user and model, so a model that is not reduced shows only once the training is bad. The
-    comparison is in the second synchronised backward: every rank has ended the first step then. Nothing happens if
-    torch's own DDP reduces the module, as with `ddp_python_hook=False`.
-    """
-    if is_replicated(module):
-        compare_first_step(replica_of(module), partial(_log, framework))
-
-
-def _log(framework: str, replica: Replica, compared: str) -> None:
-    if dist.get_rank(replica.group.process_group) == 0:
-        done = [(name, times) for name, times in replica.history.backwards.most_common() if name in _WAYS]
-        ways = ", and ".join(f"{_WAYS[name]} ({times})" for name, times in done)
-        logger.info("%s: backwards are %s; after the first step %s", framework, ways, compared)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from dp_compile.config import ReplicateConfig
-from dp_compile.errors import ConfigError
-from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, take_off, watch_first_step
+from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, take_off
 from dp_compile.replication.ddp import DistributedDataParallel
 
 NAME = "dp_compile"
@@ -40,7 +39,6 @@ class TrainerStrategy(_Wrapping):
 
     Takes what `DDPStrategy` takes. Comm hooks are registered on CPUs too, where Lightning leaves them out without a
     word. Pass the compiled module, `trainer.fit(torch.compile(module))`, or compile parts of it in the module itself.
-    After the first step one line at INFO says which way backwards go, and that parameters are equal on all ranks.
 
     Args:
         args: as Lightning's.
@@ -48,16 +46,8 @@ class TrainerStrategy(_Wrapping):
         kwargs: as Lightning's.
 
     Raises:
-        ConfigError: an option is not supported, or would have no effect.
+        ConfigError: an option is not supported.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        this: Any = self
-        if this._ddp_comm_hook is None:
-            for name in ("ddp_comm_state", "ddp_comm_wrapper"):
-                if getattr(this, f"_{name}") is not None:
-                    raise ConfigError(f"{name} would have no effect without ddp_comm_hook. Give that one, too.")
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self._wrap(model)
@@ -67,7 +57,6 @@ class TrainerStrategy(_Wrapping):
         hook, around = this._ddp_comm_hook, this._ddp_comm_wrapper
         if hook is not None:
             this.model.register_comm_hook(this._ddp_comm_state, hook if around is None else around(hook))
-        watch_first_step(this.model, "lightning")
 
     def teardown(self) -> None:
         """As Lightning's; nothing of this package stays on the module."""
@@ -81,9 +70,7 @@ class FabricStrategy(_Wrapping):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap a module."""
-        wrapped = self._wrap(module)
-        watch_first_step(wrapped, "lightning fabric")
-        return wrapped
+        return self._wrap(module)
 
 
 def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:

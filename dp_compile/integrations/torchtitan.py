@@ -18,7 +18,7 @@ from dp_compile._torch import compiler
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, watch_first_step
+from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions
 from dp_compile.replication.module import Installed, ReplicatedModule
 from dp_compile.replication.replicate import replicate
 
@@ -57,8 +57,7 @@ def parallelize(
 
     Activation checkpointing and compilation of each transformer block are torchtitan's own and as in its
     `parallelize_llama`; mixed precision means what it means there. The first forward starts the replication: then
-    the model has its values. After the first step one line at INFO says which way backwards go, and that parameters
-    are equal on all ranks.
+    the model has its values.
 
     Args:
         model: what the trainer has built, on the meta device or with values. It is changed.
@@ -101,7 +100,6 @@ class _Steps(Installed):
             return
         if self._done == 0:
             _refuse_chunks(module)
-            watch_first_step(module, "torchtitan")
         if self._done % self._micro_steps == 0:
             self._refuse_gradients(module)
         self._done += 1

@@ -27,8 +27,7 @@ class DPCompileMixin:
 
     All of `TrainingArguments` is as before: `torch_compile=True` with its backend compiles the model, `ddp_*` are what
     they are for torch's DDP, `average_tokens_across_devices` stays exact. Checkpoints have the model's own class and
-    keys, a run can be continued by the other kind of trainer. After the first step one line at INFO says which way
-    backwards go, and that parameters are equal on all ranks.
+    keys, a run can be continued by the other kind of trainer.
 
     When training has ended, or failed, the model is a plain one again: another trainer can have it. Until then, for
     callbacks up to `on_train_end`, `dp_compile.report(model)` has what happened.
@@ -62,8 +61,7 @@ class DPCompileMixin:
         if isinstance(trainer.model, nn.Module):
             refuse_managed(trainer.model, type(self).__name__)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        backend = trainer.args.torch_compile_backend if trainer.args.torch_compile else None
-        Accelerator.take_over(trainer.accelerator, self.replicate_config, backend)
+        Accelerator.take_over(trainer.accelerator, self.replicate_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's."""

@@ -1,7 +1,8 @@
-"""Numbers in words: counts and sizes as people read them."""
+"""Numbers in words: counts, sizes and ranks as people read them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 BYTES_PER_MB: Final = 2**20
@@ -19,3 +20,9 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
+
+
+def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
+    """`rank 1`, or `ranks 0, 2 and 12 more`."""
+    named = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return f"rank{'s' * (len(ranks) > 1)} {named}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +14,17 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import autograd, compiler, distributed
+from dp_compile._torch import autograd, distributed
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
 from dp_compile.engine.plan_sync import Meeting
-from dp_compile.engine.precision import install_precision, make_precision, precision_of
+from dp_compile.engine.precision import precision_of
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.replication.join import join, join_hook
 from dp_compile.replication.module import (
-    is_replicated,
-    moved,
     no_sync,
-    parts_of,
     register_comm_hook,
     remove_forward_hooks,
     replica_of,
@@ -36,19 +33,10 @@ from dp_compile.replication.module import (
     wrap,
 )
 from dp_compile.replication.replicate import merge_options, options_of_torch, replicate_module
-from dp_compile.replication.selection import device_of, is_waiting, select
+from dp_compile.replication.selection import is_waiting
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-_REFUSED = {
-    "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
-    "param_to_hook_all_reduce": "use dp_compile.replicate() with the default schedule",
-    "mixed_precision": "use mp_policy",
-    "skip_all_reduce_unused_params": "use find_unused_parameters=True",
-    "bucket_cap_mb_list": "use bucket_cap_mb",
-    "batched_grad_copy": "leave it out: gradients are views of their buckets, there are no copies to batch",
-}
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -57,7 +45,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. It passes
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks read, so that
     `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them. Copies and
-    loaded pickles reduce as well, from their first forward with gradients on.
+    loaded pickles only evaluate, as an average of weights does: wrap their `.module` to train it.
 
     Arguments are torch's, and these differ:
 
@@ -90,8 +78,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if options.uses_python_hook():
             return super().__new__(cls)
         meeting = Meeting.of_this_call(resolve_group(given.get("process_group"), given.get("device_mesh")))
-        own = {"self", "config", "unsupported", *fields}
-        theirs = {name: value for name, value in given.items() if name not in own} | given.get("unsupported", {})
+        theirs = {name: value for name, value in given.items() if name not in {"self", "config", *fields}}
         return distributed.wrapped_by_torch(**options_of_torch(options, meeting), **theirs)
 
     def __init__(
@@ -114,27 +101,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         ddp_python_hook: bool | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         config: ReplicateConfig | None = None,
-        **unsupported: Any,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        for name, value in unsupported.items():
-            if name not in _REFUSED:
-                raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{name}'")
-            if value:
-                raise ConfigError(f"{name} is not supported; {_REFUSED[name]}.")
-        if dim != 0:
-            raise ConfigError(f"dim must be 0, got {dim}. Only the batch dimension is split over ranks.")
-        if not init_sync:
-            raise ConfigError("init_sync=False is not supported: ranks always start from the first rank's state.")
+        require(dim == 0, "dim", "0, the batch dimension", dim)
+        require(bool(init_sync), "init_sync", "True: ranks start from the first rank's state", init_sync)
         if isinstance(module, nn.Module) and is_waiting(module, frozenset()):
             raise ModuleError(
                 f"{type(module).__name__} has lazy parameters, or parameters on the meta device. Give them values "
                 "first, or use dp_compile.replicate(), which can wait for the first forward."
             )
         self._inputs_to = _one_device(module, device_ids, output_device)
-        self._copied: ReplicateConfig | None = None
-        """Of a copy: the options with which its first forward that computes gradients replicates it."""
+        self._is_copy = False
         given = {
             "ddp_python_hook": ddp_python_hook,
             "bucket_cap_mb": bucket_cap_mb,
@@ -174,26 +152,28 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self._run(inputs, kwargs)
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._copied is not None and torch.is_grad_enabled():
-            self._start_copy()
+        if self._is_copy and torch.is_grad_enabled():
+            raise ModuleError(
+                "a copy, or a loaded pickle, of a DistributedDataParallel reduces no gradients. Wrap its .module to "
+                "train it, or call it under torch.no_grad()."
+            )
         if self._inputs_to is not None:
-            inputs, kwargs = moved((inputs, kwargs), self._inputs_to)
+            device = self._inputs_to
+            inputs, kwargs = autograd.tree_map_only(
+                torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs)
+            )
         inner = unwrap(self.module)
         precision = precision_of(inner)
         if precision is None:
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums."""
-        self._start_copy()
-        with no_sync(self.module):
-            yield
+        return no_sync(self.module)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Let `hook(state, bucket)` reduce the buckets; as `ReplicatedModule.register_comm_hook`."""
-        self._start_copy()
         register_comm_hook(self.module, state, hook)
 
     def join(
@@ -203,7 +183,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
         """Train with a different number of batches on each rank; see `dp_compile.join`."""
-        self._start_copy()
         return join(
             self.module,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -223,48 +202,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
 
-    # --- copies and pickles
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As in torch, a copy or a loaded pickle reduces too, over the default group. A comm hook is not copied.
-
-        Raises:
-            ConfigError: the process group is another one than the default group, or parts were replicated before.
-        """
-        # Without `_compiled_call_impl`, which `compile()` sets: it calls the original.
-        attributes: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        if is_replicated(self):
-            if self.process_group is not dist.group.WORLD:
-                raise ConfigError(
-                    "a DistributedDataParallel can only be copied or pickled with the default process group, as in "
-                    "torch; the copy could not know another. Copy or save .module, and wrap that."
-                )
-            if parts_of(unwrap(self.module)):
-                raise ConfigError(
-                    "a DistributedDataParallel around parts that were replicated by themselves cannot be copied or "
-                    "pickled: the copy would not know their options. Copy or save .module."
-                )
-            attributes["_copied"] = state_of(self).config
-        return attributes
-
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """One rank may make or load a copy alone, to evaluate it: only with gradients the others are needed."""
-        super().__setstate__(attributes)  # type: ignore[no-untyped-call]
+        """Of a copy or a pickle."""
+        super().__setstate__(attributes | {"_is_copy": True})  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         for submodule in self.modules():
             remove_forward_hooks(submodule)
-        if self._copied is not None:
-            target = select(unwrap(self.module), frozenset())
-            precision = make_precision(target.module, self._copied, target.parameters.values(), ())
-            install_precision(target.module, precision)
-
-    @compiler.untraced("a copy of a DistributedDataParallel is replicated in its first forward that computes gradients")
-    def _start_copy(self) -> None:
-        if self._copied is not None:
-            replicate_module(self.module, {}, config=self._copied, keeps_class=True)
-            self._copied = None
-            wrap(self, unwrap(self.module))
-            compiler.forget_calls_that_broke()
 
     # --- what frameworks read of torch's wrapper
 
@@ -333,13 +276,16 @@ distributed.count_as_torch_ddp(DistributedDataParallel)
 def _one_device(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
-    if device_ids is None and output_device is None:
+    """The device that inputs are moved to."""
+    given = [each for each in (*(device_ids or ()), output_device) if each is not None]
+    devices = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given]
+    if not devices:
         return None
-    if device_ids is None or len(device_ids) != 1:
+    if len(devices) > 2 or devices[0] != devices[-1]:
         raise ConfigError(f"device_ids must hold one device (output_device the same), got {device_ids}.")
-    device = device_of(device_ids[0], "device_ids")
-    if output_device is not None and device_of(output_device, "output_device") != device:
-        raise ConfigError(f"output_device must be the device of device_ids, {device}, got {output_device}.")
+    device = devices[0]
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
     for name, parameter in module.named_parameters():
         if parameter.device != device:
             raise ConfigError(f"{name} is on {parameter.device}, device_ids says {device}. Call module.to({device}).")

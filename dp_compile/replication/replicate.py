@@ -44,7 +44,6 @@ from dp_compile.passes.result import GraphPass
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import (
     ForwardCheck,
-    InputMover,
     Pending,
     behind,
     find_state,
@@ -67,7 +66,6 @@ from dp_compile.replication.selection import (
     check_ignored,
     check_not_managed,
     check_selection,
-    device_of,
     is_waiting,
     owning_modules,
     select,
@@ -88,7 +86,6 @@ def replicate(
     ddp_python_hook: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     bucket_cap_mb: float | None = None,
     find_unused_parameters: bool | None = None,
@@ -126,8 +123,6 @@ def replicate(
         device_mesh: in place of `process_group`: a mesh with one dimension, also a slice of a larger one; or with two,
             between nodes and inside a node. Gradients are then reduce-scattered inside nodes, all-reduced between them
             and gathered inside: the slow link carries less. A dimension of size one counts as none.
-        device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
-            has to be there already. A CPU is allowed and moves nothing, as in torch.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
         bucket_cap_mb: MiB at which a bucket is closed; without it the planner says where buckets end.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
@@ -137,8 +132,7 @@ def replicate(
         gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, as for `fully_shard` of the installed torch.
         passes: passes over the captured backward instead of the default ones; `()` for none.
-        bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
-            fully qualified name and the module that returns whether it is a unit, or a policy of
+        bucket_policy: asks for buckets that end where modules end: a set of module classes, or a policy of
             `torch.distributed.fsdp.wrap`.
         config: all options in one value; an argument given here wins over its field.
 
@@ -164,7 +158,6 @@ def replicate(
         given,
         process_group=process_group,
         device_mesh=device_mesh,
-        device_id=device_id,
         ignored_modules=ignored_modules,
         passes=passes,
         bucket_policy=bucket_policy,
@@ -181,7 +174,6 @@ class _Request:
     bucket_policy: BucketPolicy | None
     passes: tuple[GraphPass, ...]
     ignored: frozenset[nn.Module]
-    device: torch.device | None
     needs_values: bool
     keeps_class: bool
 
@@ -193,7 +185,6 @@ def replicate_module(
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     config: ReplicateConfig | None = None,
-    device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
@@ -221,7 +212,6 @@ def replicate_module(
         distributed.replicate_by_torch(
             inner,
             ignored_modules=ignored_modules,
-            device_id=device_id,
             process_group=process_group,
             device_mesh=device_mesh,
             **options_of_torch(options, meeting, bucket_policy),
@@ -242,7 +232,6 @@ def replicate_module(
             bucket_policy,
             _check_passes(DEFAULT_PASSES if passes is None else passes),
             check_ignored(ignored_modules) | parts,
-            None if device_id is None else device_of(device_id, "device_id"),
             needs_values,
             keeps_class,
         )
@@ -361,7 +350,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     with request.meeting.telling_the_others():
         target = select(module, request.ignored)
         copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
-        check_selection(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
+        check_selection(target, copies_buffers=copies_buffers, needs_values=request.needs_values)
         check_dtensors(target, request.meeting.group)
         precision = make_precision(module, config, target.parameters.values(), target.left_alone)
         kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
@@ -376,9 +365,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.module.frozen), *buffers)]
     if replica.group.world_size > 1:
         distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
-    if pending is None:
-        _move_inputs(module, request.device)
-    else:
+    if pending is not None:
         replica.state.sync = pending.state.sync
     owners.add(replica)
     install_hooks(replica)
@@ -459,11 +446,6 @@ def _statement(target: Selection, replica: Replica) -> Statement:
     }
 
 
-def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
-    if device is not None and device.type != "cpu":
-        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
-
-
 # --- parameters that have no values yet -------------------------------------------------------------------------
 
 
@@ -478,7 +460,6 @@ def _wait_for_forward(module: nn.Module, request: _Request) -> None:
 
     pending, casts = Pending(module, request.config, request.meeting.group, start), request.config.casts
     kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
-    _move_inputs(module, request.device)
     for owner in dict.fromkeys((module, *owning_modules(module, request.ignored))):
         owner.register_forward_pre_hook(pending)
     set_state(module, pending)

@@ -7,7 +7,6 @@ before, as nested calls of `fully_shard` have it.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,15 +21,14 @@ from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # loading it loads all of FSDP
 
 BucketPolicy: TypeAlias = "Callable[..., bool] | Collection[type[nn.Module]] | ModuleWrapPolicy"
-"""A set of classes; a function of a module's fully qualified name and the module; or one of torch's in
-`torch.distributed.fsdp.wrap`: `ModuleWrapPolicy`, and functions with a `recurse` argument, as
-`functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`."""
+"""A set of classes; or one of torch's in `torch.distributed.fsdp.wrap`: `ModuleWrapPolicy`, and functions with a
+`recurse` argument, as `functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +162,6 @@ def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.M
     return frozenset(ignored)
 
 
-def device_of(given: int | torch.device, option: str) -> torch.device:
-    """A device that was given as torch's DDP takes them: a number means that GPU."""
-    if isinstance(given, bool) or not isinstance(given, (int, torch.device)) or (isinstance(given, int) and given < 0):
-        raise ConfigError(f"{option} must be the number of a GPU or a torch.device, got {given!r}.")
-    if isinstance(given, int):
-        return torch.device("cuda", given)
-    if given.type == "cuda" and given.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return given
-
-
 def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
     """Refuse a module that torch's DDP, FSDP or `replicate` manages already, or that shares a parameter with its parts.
 
@@ -203,13 +190,10 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
             raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
 
 
-def check_selection(
-    target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True
-) -> None:
+def check_selection(target: Selection, *, copies_buffers: bool, needs_values: bool = True) -> None:
     """Refuse what cannot be replicated, by name.
 
     Args:
-        device: where the user says that the parameters are.
         copies_buffers: the first rank's buffers are copied to the others.
         needs_values: refuse the meta device and fake tensors too.
     """
@@ -226,7 +210,13 @@ def check_selection(
                 f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
                 "initialise it."
             )
-    _check_devices(target, device)
+    first_name, first = next((name, each.device) for name, each in target.parameters.items())
+    for name, parameter in target.parameters.items():
+        if parameter.device != first:
+            raise ModuleError(
+                f"parameters are on several devices: {first_name} on {first}, {name} on {parameter.device}. "
+                "Move the module to one device: module.to(device)."
+            )
     for name, parameter in target.trainable.items():
         _check_gradient(name, parameter, fake_allowed=not needs_values)
     for name, tensor in (target.frozen | (target.buffers if copies_buffers else {})).items():
@@ -235,21 +225,6 @@ def check_selection(
                 f"{name} is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can "
                 "be copied from the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, "
                 "or name the module that owns it in ignored_modules."
-            )
-
-
-def _check_devices(target: Selection, device: torch.device | None) -> None:
-    first_name, first = next((name, each.device) for name, each in target.parameters.items())
-    for name, parameter in target.parameters.items():
-        found = parameter.device
-        if device is not None and found != device:
-            there = device.type == "cpu" or torch.accelerator.device_count() > (device.index or 0)
-            remedy = f"Call module.to('{device}')." if there else "There is no such device here: leave device_id out."
-            raise ConfigError(f"{name} is on {found}, device_id says {device}. {remedy}")
-        if found != first:
-            raise ModuleError(
-                f"parameters are on several devices: {first_name} on {first}, {name} on {found}. "
-                "Move the module to one device: module.to(device)."
             )
 
 
@@ -289,31 +264,19 @@ def _check_gradient(name: str, parameter: nn.Parameter, *, fake_allowed: bool) -
 
 def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module]) -> frozenset[str]:
     """The modules that a policy names, by fully qualified name. torch's policies are not asked about `left_alone`."""
-    named = [(fully_qualified(name), each) for name, each in module.named_modules()]
+    units: Collection[nn.Module]
     if distributed.is_wrap_policy(policy):
-        given = distributed.run_wrap_policy(policy, module, set(left_alone))
-        if odd := sorted(name or "the module itself" for name, each in named if given.get(each)):
+        units = distributed.run_wrap_policy(policy, module, set(left_alone))
+        if any(units.values()):
             raise ConfigError(
-                f"bucket_policy gives options to {', '.join(odd)}: it can say True or False. Call replicate() first on "
-                "a module that has other options."
+                "bucket_policy gives options to modules: it can say True or False. Call replicate() first on a module "
+                "that has other options."
             )
-        return frozenset(name for name, each in named if each in given)
-    if not callable(policy):
+    elif callable(policy):
+        units = distributed.run_auto_wrap_policy(policy, module, set(left_alone))
+    else:
         kinds = tuple(policy) if isinstance(policy, Collection) else ()
-        if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-            raise ConfigError(
-                f"bucket_policy must be a function, a set of module classes or a policy of FSDP, got {policy!r}."
-            )
-        return frozenset(name for name, each in named if isinstance(each, kinds))
-    try:
-        is_recursive = "recurse" in inspect.signature(policy).parameters
-    except (TypeError, ValueError):  # a function written in C
-        is_recursive = False
-    if is_recursive:
-        wrapped = distributed.run_auto_wrap_policy(policy, module, set(left_alone))
-        return frozenset(name for name, each in named if each in wrapped)
-    answers = {name: policy(name, each) for name, each in named}
-    for name, answer in answers.items():
-        if not isinstance(answer, bool):
-            raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
-    return frozenset(name for name, answer in answers.items() if answer)
+        is_set = bool(kinds) and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
+        require(is_set, "bucket_policy", "a set of module classes or a policy of FSDP", policy)
+        units = [each for each in module.modules() if isinstance(each, kinds)]
+    return frozenset(fully_qualified(name) for name, each in module.named_modules() if each in units)

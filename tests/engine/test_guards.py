@@ -92,13 +92,13 @@ def anomalies() -> AbstractContextManager[Any]:
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with each walk through a module."""
     seen: list[str] = []
-    walk = guards._added
+    walk = guards._without_hook
 
     def counted(replica: Any) -> Any:
         seen.append(replica.names[0])
         return walk(replica)
 
-    monkeypatch.setattr(guards, "_added", counted)
+    monkeypatch.setattr(guards, "_without_hook", counted)
     return seen
 
 

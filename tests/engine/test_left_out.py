@@ -102,13 +102,13 @@ def test_a_loss_that_is_not_finite_on_one_rank(ranks: Ranks, way: str) -> None:
     messages = ranks.run(run_nan, float("nan"), way, True)
     assert messages[0] == messages[1]
     assert "reduced gradients are not finite: scale (nan), first.weight (nan). The loss" in messages[0]
-    assert "loss was not finite on rank(s) 1 of the group" in messages[0]
+    assert "loss was not finite on rank 1 of the group" in messages[0]
 
 
 def test_a_gradient_that_is_infinite(ranks: Ranks) -> None:
     """Not one of them is a NaN; with a loss that is finite."""
     for message in ranks.run(run_nan, 1.0, "captured", True, 3e38):
-        assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on rank(s) 0, 1" in message
+        assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on ranks 0, 1" in message
     for message in ranks.run(run_nan, 0.0, "captured", True):
         assert "not finite: scale (nan). The loss was finite on every rank" in message
     assert set(ranks.run(run_nan, float("nan"), "captured", False)) == {"no error"}

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from parity import AOT, Block, batch, compile_blocks, not_compiled
 from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 import dp_compile
 from dp_compile.engine import monitor
@@ -70,15 +70,11 @@ def test_parameters_that_outlive_every_module(compiled: bool) -> None:
         run(torch.ones(2, 6)).sum().backward()
 
 
-def is_one_of(parts: list[nn.Module]) -> Callable[[str, nn.Module], bool]:
-    return lambda _, part: part in parts
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_a_replica_goes_with_its_modules() -> None:
     """Also if what the user gave holds the model."""
     model = Block()
-    dp_compile.replicate(model, config=AOT, bucket_policy=is_one_of([model]))
+    dp_compile.replicate(model, config=AOT, bucket_policy=CustomPolicy([model].__contains__))
     replica, weight = weakref.ref(next(iter(owners))), weakref.ref(model.layers[0].weight)
     with dp_compile.compiled_backward():
         model(torch.ones(2, 6)).sum().backward()

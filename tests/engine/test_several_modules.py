@@ -417,7 +417,5 @@ class TestAlone:
         with wrapper.no_sync():
             wrapper(tokens(0)).square().mean().backward()
         assert dp_compile.report(model.embed).backwards == dp_compile.report(wrapper).backwards == {"without sync": 1}
-        with pytest.raises(dp_compile.ConfigError, match="around parts that were replicated by themselves"):
-            copy.deepcopy(wrapper)
         for each in (wrapper, model.embed):
             dp_compile.unreplicate(each)

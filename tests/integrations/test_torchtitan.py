@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import titan_jobs
 import torch
 import torch.distributed as dist
-from docs_scripts import python_of
 from launched import as_launched, assert_same_steps
 from torch import nn
 
@@ -55,8 +53,8 @@ def changes_of(case: str) -> dict[str, Any]:
     return {"compile__enable": True, **given[case]}
 
 
-def side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
-    with as_launched() as lines:
+def side_by_side(case: str, folder: str) -> tuple[Any, Any]:
+    with as_launched():
         changes = changes_of(case)
         *ours, trainer = titan_jobs.run(with_ours(titan_jobs.job(**changes)), folder)
         (model,) = trainer.model_parts
@@ -65,32 +63,12 @@ def side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
         assert len(ours[0]) == titan_jobs.STEPS
         # With torchtitan's other kinds of SPMD its FSDP wants a later torch than 2.13.
         *theirs, _ = titan_jobs.run(titan_jobs.job(parallelism__spmd_backend="partial_dtensor", **changes), folder)
-        return ours, theirs, lines
+        return ours, theirs
 
 
 @pytest.mark.parametrize("case", ["accumulated", "bfloat16"])
 def test_every_step_as_torchtitans(titan_ranks: Ranks, case: str, tmp_path: Path) -> None:
-    assert_same_steps(titan_ranks.run(side_by_side, case, str(tmp_path)), "torchtitan: backwards are")
-
-
-def run_the_page(code: str, folder: str) -> tuple[list[str], np.ndarray[Any, Any], set[str]]:
-    with as_launched() as lines:
-        titan_jobs.load()
-        names: dict[str, Any] = {}
-        exec(code, names)
-        steps, values, trainer = titan_jobs.run(titan_jobs.small(names["debugmodel"]()), folder)
-        assert len(steps) == titan_jobs.STEPS
-        return lines, values, set(dp_compile.report(trainer.model_parts[0]).backwards)
-
-
-def test_the_page(titan_ranks: Ranks, tmp_path: Path) -> None:
-    """With what torchtitan's debug job has beside it: bfloat16, selective checkpointing."""
-    (said, one, ways), (_, other, _) = titan_ranks.run(
-        run_the_page, python_of("integrations.md", "torchtitan"), str(tmp_path)
-    )
-    assert said[0].startswith("torchtitan: backwards are captured")
-    assert ways == {"captured"}
-    np.testing.assert_array_equal(one, other)
+    assert_same_steps(titan_ranks.run(side_by_side, case, str(tmp_path)))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

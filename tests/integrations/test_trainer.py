@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import python_of
 from launched import as_launched, assert_same_steps
 from on_ranks import on_ranks
 from torch import nn
@@ -95,11 +93,11 @@ def outcome(trainer: Any) -> tuple[list[float], list[float], list[float]]:
     return [entry["loss"] for entry in steps], norms, parameters
 
 
-def fine_tune(resumed: bool, folder: str) -> tuple[Any, Any, list[str]]:
+def fine_tune(resumed: bool, folder: str) -> tuple[Any, Any]:
     """Both trainers; or ours goes on from where the other one was halfway."""
     from accelerate.state import AcceleratorState
 
-    with as_launched() as lines:
+    with as_launched():
         theirs = trainer_of(False, f"{folder}/theirs", **ACCUMULATED)
         theirs.train()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -115,40 +113,12 @@ def fine_tune(resumed: bool, folder: str) -> tuple[Any, Any, list[str]]:
         assert (type(ours.model).__name__, saved["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
         assert ways - {"captured without sync"} == {"captured"}
         assert len(outcome(ours)[0]) == STEPS
-        return outcome(ours), outcome(theirs), lines
+        return outcome(ours), outcome(theirs)
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_every_step_as_transformers(ranks2: Ranks, resumed: bool, tmp_path: Path) -> None:
-    outcomes = ranks2.run(fine_tune, resumed, str(tmp_path))
-    assert_same_steps(outcomes, "after the first step parameters are equal on 2 ranks")
-
-
-def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[str]]:
-    """The page's lines: what is said in the log, the parameters, and the class that was saved."""
-    from accelerate.state import AcceleratorState
-
-    made = trainer_of(False, folder)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    rows = [{"input_ids": row, "labels": row} for row in torch.tensor(list(TEXT[: 16 * 6])).view(6, 16)]
-    names: dict[str, Any] = {"model": made.model, "dataset": rows}
-    quick = "torch_compile=True, torch_compile_backend='aot_eager', use_cpu=True, report_to=[], max_steps=2"
-    with as_launched() as lines, contextlib.chdir(folder):
-        exec(code.replace("torch_compile=True, max_steps=20", quick), names)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        dist.barrier()
-        architectures = json.loads(Path("fine_tuned", "config.json").read_text())["architectures"]
-    values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
-    return lines, values, architectures
-
-
-def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
-    (said, one, saved), (_, other, _) = ranks2.run(
-        run_the_page, python_of("integrations.md", "transformers Trainer"), str(tmp_path)
-    )
-    assert said[0].startswith("accelerate: backwards are captured")
-    assert one == other
-    assert saved == ["GPT2LMHeadModel"]
+    assert_same_steps(ranks2.run(fine_tune, resumed, str(tmp_path)))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

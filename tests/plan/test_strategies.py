@@ -46,7 +46,7 @@ def plan_of(**options: Any) -> BucketPlan:
     return dp_compile.report(dp_compile.replicate(Model(), **options)).plan
 
 
-def test_a_set_of_classes_or_a_function_is_a_policy() -> None:
+def test_a_set_of_classes_is_a_policy() -> None:
     plan = plan_of(bucket_policy={Block})
     assert [bucket[0].rpartition(".")[0] for bucket in names(plan)] == [
         "head",
@@ -58,16 +58,6 @@ def test_a_set_of_classes_or_a_function_is_a_policy() -> None:
     assert names(plan)[-1] == ["embed.weight", UNUSED_FLAGS]
     assert plan.buckets[1].reason == "end of blocks.2"
     assert plan.buckets[0].reason == "end of the outermost module"
-    plan = plan_of(bucket_policy=lambda name, module: name == "blocks.1" or isinstance(module, nn.Embedding))
-    ends = ["the outermost module", "blocks.1", "the outermost module", "embed"]
-    assert [bucket.reason for bucket in plan.buckets] == [f"end of {each}" for each in ends]
-
-
-def test_a_policy_that_is_none() -> None:
-    with pytest.raises(dp_compile.ConfigError, match="must return True or False, returned None for ''"):
-        plan_of(bucket_policy=lambda name, module: None)
-    with pytest.raises(dp_compile.ConfigError, match="must be a function, a set of module classes or a policy of FSDP"):
-        plan_of(bucket_policy={int})
 
 
 def test_optimal_is_the_default_and_makes_a_promise() -> None:

@@ -103,9 +103,8 @@ def test_ranks_that_give_other_options() -> None:
 @pytest.mark.usefixtures("fake_group")
 def test_refuses() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"dim": 1}, "dim must be 0, got 1"),
-        ({"init_sync": False}, "init_sync=False is not supported"),
-        ({"mixed_precision": object()}, "mixed_precision is not supported; use mp_policy"),
+        ({"dim": 1}, "dim must be 0, .*, got 1"),
+        ({"init_sync": False}, "init_sync must be True: .*, got False"),
         ({"device_ids": [0, 1]}, "device_ids must hold one device"),
         ({"device_ids": [0]}, "0.weight is on cpu, device_ids says cuda:0"),
         ({"bucket_cap_mb": -3}, "bucket_cap_mb must be > 0 .*, got -3"),
@@ -170,11 +169,6 @@ class TestInTorchsPlace:
         del around
         assert DistributedDataParallel(model[3])(torch.ones(2, 8)).shape == (2, 2)
 
-    def test_a_copy_of_another_group_is_refused(self) -> None:
-        ours = DistributedDataParallel(build(), process_group=dist.new_group([0, 1]))
-        with pytest.raises(dp_compile.ConfigError, match="only be copied or pickled with the default process group"):
-            copy.deepcopy(ours)
-
 
 def copied(ours: nn.Module, how: str) -> nn.Module:
     if how == "deepcopy":
@@ -186,39 +180,21 @@ def copied(ours: nn.Module, how: str) -> nn.Module:
     return loaded
 
 
-@pytest.mark.parametrize(("how", "compiled"), [("deepcopy", "afterwards"), ("pickle", "in place")])
-@on_ranks("ranks2")
-def test_copies_reduce(how: str, compiled: str) -> None:
-    """Gradients of a copy against those of a copy of torch's wrapper; one rank evaluates the copy alone before."""
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_evaluate_and_do_not_train(how: str) -> None:
+    """torch's would reduce: one that is trained without reducing must not pass silently."""
     torch._dynamo.reset()
     ours = DistributedDataParallel(build(), config=AOT)
-    if compiled == "in place":
-        ours.compile(backend="aot_eager")
-        ours(torch.ones(2, 4)).sum().backward()
-        ours.zero_grad()
-    with torch.no_grad():
-        for each in ours.parameters():
-            each.mul_(2)
-    theirs = TorchDDP(build())
-    theirs.load_state_dict(ours.state_dict())
-    theirs, twin = copied(theirs, how), copied(ours, how)
+    twin = copied(ours, how)
     assert type(twin) is DistributedDataParallel
     assert type(twin.module) is nn.Sequential
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            copied(twin.eval(), how)(torch.ones(2, 4))
-        twin.train()
-    for _ in range(2):
-        call = torch.compile(twin, backend="aot_eager") if compiled == "afterwards" else twin
-        x = torch.randn(6, 4, generator=generator)
-        for run in (call, theirs):
-            run.zero_grad()
-            run(x).square().mean().backward()
-        for (name, mine), other in zip(twin.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, n=name: f"{n}: {text}")
-    assert dp_compile.report(twin).backwards
-    assert all(parameter.grad is None for parameter in ours.parameters())
+    with torch.no_grad():
+        assert torch.equal(twin.eval()(torch.ones(2, 4)), ours.eval()(torch.ones(2, 4)))
+    for call in (twin, torch.compile(twin, backend="aot_eager")):
+        with pytest.raises(dp_compile.ModuleError, match="reduces no gradients"):
+            call(torch.ones(2, 4))
+    DistributedDataParallel(twin.module)(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks("ranks2")
