@@ -27,7 +27,6 @@ ROOMS = (
     ("decentralized",),
     ("averaging",),
     ("optim",),
-    ("state",),
     ("replication",),
     ("engine",),
     ("passes",),
