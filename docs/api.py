@@ -1,4 +1,4 @@
-"""What the package offers, from its docstrings: `python docs/api.py` writes api.md."""
+"""Options and public names, from the docstrings: `python docs/api.py` writes api.md."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import DPCompileError
 
 HEAD = """\
-# What the package offers
+# Options and names
 
-Made from docstrings by `python docs/api.py`; a test compares. `help(dp_compile.replicate)` says all of it:
-arguments, errors, and what to know. Names that are not here may change without notice.
+Generated from docstrings by `python docs/api.py`; a test compares. `help(dp_compile.replicate)` has all arguments
+and errors. Names that are not listed may change without notice. Options have to be equal on all ranks, which compare
+them.
 """
 
 
@@ -41,10 +42,10 @@ def document() -> str:
     in_errors = {name: value for name, value in vars(errors).items() if _is_error(value)}
     elsewhere = {f"{home}.{name}": getattr(import_module(f"dp_compile.{home}"), name) for home, name in ELSEWHERE}
     in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
-    parts = [HEAD, "## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
+    parts = [HEAD, "## Options: `ReplicateConfig`\n", *_options()]
+    parts += ["\n## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
     parts += ["\n## In `dp_compile.errors`\n", *_rows(in_errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
     parts += ["\n## In other submodules of `dp_compile`\n", *_rows(elsewhere)]
-    parts += ["\n## Options: `ReplicateConfig`\n", *_options()]
     return "\n".join(parts) + "\n"
 
 
@@ -84,17 +85,17 @@ def _in_a_cell(text: str) -> str:
 
 
 def options() -> dict[str, str]:
-    """Each option with what its class says of it."""
+    """The description of each option in the docstring of its class."""
     text = (inspect.getdoc(ReplicateConfig) or "").split("Args:\n")[1].split("\n\nRaises:")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", text, re.MULTILINE)
-    return {name: " ".join(said.split()) for name, said in found}
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _options() -> Iterator[str]:
-    said = options()
+    descriptions = options()
     yield "| option | type, default, meaning |\n|---|---|"
     for field in dataclasses.fields(ReplicateConfig):
-        yield f"| `{field.name}` | {_in_a_cell(said[field.name])} |"
+        yield f"| `{field.name}` | {_in_a_cell(descriptions[field.name])} |"
 
 
 if __name__ == "__main__":

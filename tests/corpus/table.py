@@ -132,12 +132,9 @@ def _count(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
 
 
 def summary(rows: Mapping[str, list[str]]) -> str:
-    """The sentence of the README, from the cells of a page by row."""
-    counts = []
-    for place, subject in enumerate(SUBJECTS.values()):
-        bad = sum(cells[place].startswith("**") for cells in rows.values())
-        counts.append(f"{bad} of {subject.title}")
-    return f"wrong, crashed or hung: {', '.join(counts)}"
+    """The row of the README, from the cells of a page by row: how many were wrong, crashed or hung, by subject."""
+    counts = (sum(cells[place].startswith("**") for cells in rows.values()) for place in range(len(SUBJECTS)))
+    return f"| {' | '.join(map(str, counts))} |"
 
 
 def _timeouts() -> str:

@@ -215,7 +215,7 @@ def g1(task: Task) -> None:
 
 
 def g2(task: Task) -> None:
-    """Each feature of the README's table with two ranks. A role is a backend and a way: captured or eager."""
+    """Each feature with two ranks. A role is a backend and a way: captured or eager."""
     from features import CAPTURED, FEATURES, run_feature
 
     backend, way = task.role.split()

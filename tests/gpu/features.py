@@ -1,4 +1,4 @@
-"""Every feature of the README's table, trained with this package and with a reference that is not of it, and compared.
+"""Every feature, trained with this package and with a reference that is not of it, and compared.
 
 `.ci/gpu` runs the table with NCCL on GPUs; `tests/gpu/test_nccl_forms.py` with a stand-in for NCCL on CPUs. Each
 feature trains `STEPS` steps in the default process group with other data on each rank. References are torch's own: its
