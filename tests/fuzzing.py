@@ -470,7 +470,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "small": {"bucket_cap_mb": 0.0003},
     "one": {"bucket_cap_mb": math.inf},
     "per module": {"bucket_policy": {Block}},
-    "no passes": {"passes": ()},
+    "each alone": {"bucket_cap_mb": 1e-9},
 }
 WIRES = ("bfloat16", "float16")
 TORCH_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")

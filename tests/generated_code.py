@@ -17,9 +17,9 @@ LAUNCH: Final = "launch"
 WAIT: Final = "wait"
 KERNEL: Final = "kernel"
 LIBRARY: Final = "library"
-_NETWORK: Final = re.compile(r"torch\.ops\.(?:_c10d_functional|dp_compile(?=\.\w+_in_pairs\b))\.(\w+)")
+_NETWORK: Final = re.compile(r"torch\.ops\._c10d_functional\.(\w+)")
 _REDUCE_SCATTER: Final = "reduce_scatter_tensor"
-_ALL_GATHERS: Final = ("all_gather_into_tensor", "all_gather_in_pairs")
+_ALL_GATHER: Final = "all_gather_into_tensor"
 _UNKNOWN: Final = 2**62
 """The end of memory whose size the text does not say."""
 _VIEWS: Final = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
@@ -294,10 +294,10 @@ class _Reader:
 
 def _result_numel(operator: str, node: ast.Call, tensors: Spans) -> int:
     """How many elements the result of a collective has, if the text shows it."""
-    if operator not in (_REDUCE_SCATTER, *_ALL_GATHERS) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
+    if operator not in (_REDUCE_SCATTER, _ALL_GATHER) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
         return _UNKNOWN
     numel, ranks = tensors[0].end - tensors[0].start, int(ast.literal_eval(node.args[-2]))
-    return numel * ranks if operator in _ALL_GATHERS else numel // ranks
+    return numel * ranks if operator == _ALL_GATHER else numel // ranks
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:

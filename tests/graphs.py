@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import replace as replaced
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dp_compile.fx.collectives import ALL_REDUCE, GROUPED_ALL_REDUCE
+from dp_compile.fx.collectives import ALL_REDUCE
 from dp_compile.fx.edit import provenance_of, reorder, stable_order
 from dp_compile.fx.text import is_op, type_text
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD, EagerOps, emit, finished, reduce_bucket, view_of
-from dp_compile.passes.result import PassRecord, PassResult
+from dp_compile.passes.result import PassResult
 from dp_compile.plan.backends import NCCL, Backend
-from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets, plan_single
+from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
 
@@ -104,9 +105,11 @@ class Unreduced(fx.Interpreter):
         if target is not REDUCE_GRAD:
             return super().call_function(target, args, kwargs)
         grad, index, replica = args[:3]
-        (bucket,) = plan_single([self.gradients[replica, index]]).buckets
-        (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
-        return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced, 0))
+        spec = self.gradients[replica, index]
+        rows = torch.empty(spec.shape, device="meta").stride()
+        bucket = PACKED.bucket(spec.key, [replaced(spec, stride=rows)], "")
+        reduced = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
+        return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced))
 
 
 def executed(module: fx.GraphModule, plans: Sequence[BucketPlan], *inputs: torch.Tensor) -> Any:
@@ -114,29 +117,17 @@ def executed(module: fx.GraphModule, plans: Sequence[BucketPlan], *inputs: torch
     return Unreduced(module.graph, plans).run(*inputs)
 
 
-@dataclass
-class Run:
-    """A pipeline and what it recorded."""
-
-    records: list[tuple[PassRecord, ...]] = field(default_factory=list)
-
-    def __call__(
-        self, module: fx.GraphModule, *plans: BucketPlan, passes: Sequence[GraphPass] = DEFAULT_PASSES
-    ) -> fx.GraphModule:
-        Pipeline(passes, plans, self.records.append)(module.graph)
-        module.recompile()
-        return module
-
-
 def run_passes(
     module: fx.GraphModule, *plans: BucketPlan, passes: Sequence[GraphPass] = DEFAULT_PASSES
 ) -> fx.GraphModule:
     """Run a pipeline over a traced module, in place."""
-    return Run()(module, *plans, passes=passes)
+    Pipeline(passes, plans, lambda result: None)(module.graph)
+    module.recompile()
+    return module
 
 
 def is_all_reduce(node: fx.Node) -> bool:
-    return node.target in (ALL_REDUCE, GROUPED_ALL_REDUCE)
+    return node.target is ALL_REDUCE
 
 
 def launches(graph: fx.Graph) -> list[str]:
@@ -151,11 +142,10 @@ class Changed:
 
     edit: Callable[[fx.Graph], Any]
     name: ClassVar[str] = "users-pass"
-    realises_plan: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, plans: Sequence[Any]) -> PassResult:
         self.edit(graph)
-        return PassResult(changed=True)
+        return PassResult()
 
 
 def short(graph: fx.Graph) -> str:

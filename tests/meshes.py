@@ -57,7 +57,6 @@ class Reads:
 
     last: bool = False
     name: ClassVar[str] = "reads"
-    realises_plan: ClassVar[bool] = False
     found: ClassVar[list[Orders]] = []
 
     def __call__(self, graph: fx.Graph, plans: Any) -> PassResult:
@@ -71,7 +70,7 @@ class Reads:
             for group, order in before.items():  # no bucket is there yet: all of tensor parallel
                 assert orders[group] == order
         self.found.append(orders)
-        return PassResult(changed=False)
+        return PassResult()
 
 
 def unordered(orders: Sequence[Mapping[tuple[int, ...], Any]]) -> list[tuple[int, ...]]:

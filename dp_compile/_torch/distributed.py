@@ -72,11 +72,6 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
     return next(known, None) or Backend(str(found.name()), device_type)
 
 
-def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether torch's gloo carries tensors on a type of device."""
-    return type(_backend_object(group, device_type)).__name__ == "ProcessGroupGloo"
-
-
 def working_device(group: dist.ProcessGroup | None) -> str:
     """The type of device a group is for: the accelerator if it has a backend that works on it, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -186,6 +181,17 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     options = getattr(cast(Any, group)._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout.total_seconds()
+
+
+def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
+
+    gloo and NCCL count them; for a backend that does not the answer is always the same.
+    """
+    try:
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def is_communication_error(error: BaseException | None) -> bool:

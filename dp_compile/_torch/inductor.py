@@ -162,14 +162,6 @@ def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) 
     return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)
 
 
-def lower_collective(op: Any, sent: Any, *how: Any) -> Any:
-    """What a collective, an op that returns new memory, makes of `sent` among Inductor's tensors.
-
-    Until the result is waited for by `wait_tensor`, what is sent is not written to, and its memory not given away.
-    """
-    return _ir.TensorBox.create(cast(Any, _ir._CollectiveKernel.create_out_of_place(op, sent, *how)))
-
-
 def lower_as_call(op: Any, *args: Any) -> Any:
     """A call of an op that is no kernel of Inductor's, among its tensors."""
     return _fallback_handler(op, add_to_fallback_set=False)(*args)

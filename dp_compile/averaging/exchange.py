@@ -233,8 +233,8 @@ def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor], states: Sequence[
 
     def land(ops: EagerOps, reducing: Any) -> None:
         reduced = finished(reducing)
-        for member, place in zip(ops.bucket.members, ops.bucket.places, strict=True):
-            tensors[member.gradient.index].copy_(view_of(member, reduced[place.tensor], place.offset))
+        for member in ops.bucket.members:
+            tensors[member.gradient.index].copy_(view_of(member, reduced))
         ops.remember()
 
     for bucket in plan.buckets:

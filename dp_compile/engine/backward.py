@@ -603,11 +603,8 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
     called = next((hook for each in replicas if (hook := each.called_hook) is not None), None)
     if called is not None:
         return f"comm hook {called.name} is called with each bucket"
-    if any(
-        (each.planning.passes, each.config.backend) != (replicas[0].planning.passes, replicas[0].config.backend)
-        for each in replicas
-    ):
-        return "modules in it have different passes or backends"
+    if len({each.config.backend for each in replicas}) > 1:
+        return "modules in it have different backends"
     if any(len(replica.history.captures) >= MOST_CAPTURES for replica in replicas):
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
     if not all(replica.state.reduces_gradients for replica in replicas):

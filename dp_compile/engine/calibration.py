@@ -175,9 +175,9 @@ class _Sweep:
             start = time.perf_counter()
             tensor = data
             for stage in stages:
-                launched = launch_stage(stage, [tensor])
-                launched.work.wait()
-                (tensor,) = launched.tensors
+                tensor, work = launch_stage(stage, tensor)
+                assert work is not None
+                work.wait()
                 if stage.op == EXCHANGE:
                     tensor = tensor.view(stage.parts, -1).sum(0)
             if self.device.type != "cpu":

@@ -54,7 +54,7 @@ class CalledBucket:
 
 def reduce_by_call(
     hook: CommHook, bucket: Bucket, ops: EagerOps, parameters: Sequence[torch.Tensor], plan: BucketPlan
-) -> Generator[None, None, list[torch.Tensor]]:
+) -> Generator[None, None, torch.Tensor]:
     """Reduce a bucket by a Python hook. Pauses after the hook was called, as `reduce_bucket` does after a launch.
 
     Raises:
@@ -62,12 +62,13 @@ def reduce_by_call(
     """
     called = [each for each in plan.buckets if each.key.reduction.hook == CALLED]
     number = next(number for number, each in enumerate(called) if each is bucket)
-    flat = ops.fill(range(len(bucket.members)), bucket.numel, 1.0, None)
+    flat = ops.fill(1.0, None)
+    assert ops.filled is not None
     members = [parameters[member.gradient.index] for member in bucket.members]
-    given = CalledBucket(number, number == len(called) - 1, flat, ops.parts[flat], members)
+    given = CalledBucket(number, number == len(called) - 1, flat, ops.filled[1], members)
     if ops.is_silent:
         yield
-        return [flat]
+        return flat
     assert not isinstance(hook.function, FunctionalHook)
     with ops.launching():
         future = hook.function(hook.state, given)  # type: ignore[arg-type]
@@ -93,4 +94,4 @@ def reduce_by_call(
     if reduced is not flat:
         with torch.no_grad():
             flat.copy_(reduced.reshape(-1))  # as torch's reducer does: the hook may keep its tensor and write to it
-    return [flat]
+    return flat

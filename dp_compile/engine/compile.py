@@ -41,12 +41,13 @@ from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DPCompileError, ReductionError
+from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.memory import Running
 from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.result import PassRecord
+from dp_compile.passes.result import PassResult
 from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates
 
 logger = logging.getLogger("dp_compile.compilation")
@@ -72,9 +73,8 @@ class _CompileLog:
 
     graphs: int = 0
     reductions: int = 0
-    collectives: int = 0
-    passes_ran: bool = False
-    passes: tuple[PassRecord, ...] = ()
+    result: PassResult | None = None
+    """Of the passes; `None`: they did not run, the code came from a cache."""
     placements: tuple[Placement, ...] = ()
 
 
@@ -282,10 +282,9 @@ class CompiledBackward:
         shares: tuple[int, ...] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> Pipeline:
-        passes = self._replicas[0].planning.passes
-        passes = (*passes, PlaceUpdates(shares)) if self._updates else passes
+        passes = (*DEFAULT_PASSES, PlaceUpdates(shares)) if self._updates else DEFAULT_PASSES
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
-        return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
+        return Pipeline(passes, self._plans, self._note_result, held, on_stage)
 
     def _compilation(self, example_inputs: Sequence[Any]) -> events.Compilation:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
@@ -296,12 +295,10 @@ class CompiledBackward:
         return events.Compilation(
             replicas=self._settling,
             plans=self._plans,
-            passes=self._replicas[0].planning.passes,
             inputs=tuple(inputs),
             world_size=max(replica.group.world_size for replica in self._replicas),
             backend=self._replicas[0].config.backend,
             dump_dir=dump_directory(),
-            behind=(PlaceUpdates.name,) if self._updates else (),
         )
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
@@ -317,7 +314,6 @@ class CompiledBackward:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
-            # What no pass made a bucket of asks for the plan; with the factors that are given in this backward.
             plans = tuple(replica.plan for replica in self._replicas)
             memories = [replica.state.bucket_memory for replica in self._replicas]
             with Running(plans, memories, optimizers), self._events or _NOTHING:
@@ -330,10 +326,8 @@ class CompiledBackward:
         """The parameters that updates write to."""
         return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
 
-    def _note_passes(self, records: tuple[PassRecord, ...]) -> None:
-        self._log.passes_ran = True
-        self._log.passes += records
-        self._log.collectives += records[-1].collectives if records else self._log.reductions
+    def _note_result(self, result: PassResult) -> None:
+        self._log.result = result
 
     def _planned_collectives(self) -> int:
         buckets = (bucket for ordinal in self._synced for bucket in self._plans[ordinal].buckets)
@@ -342,23 +336,24 @@ class CompiledBackward:
     def _note_written(self, written: Written) -> None:
         replica, number = map(int, written.unit.split("."))
         member = self._plans[replica].buckets[number].members[written.position]
-        apart = member.offset is None
-        self._log.placements += (Placement(member.label, member.nbytes, written.copied, apart),)
+        self._log.placements += (Placement(member.label, member.nbytes, written.is_copied),)
 
     def _record(self, replicas: Sequence[Replica]) -> None:
         """Note on each replica what it runs; another record after each compilation."""
         log, self._log = self._log, _CompileLog()
+        result = log.result
         if log.graphs:
             self._latest = CaptureRecord(
                 hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
                 reductions=log.reductions,
                 completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
                 # Code from a cache has no graph to count in; the same passes made it from the same plans.
-                collectives=log.collectives if log.passes_ran else self._planned_collectives(),
+                collectives=self._planned_collectives() if result is None else result.collectives or 0,
                 graphs=log.graphs,
-                cached=not log.passes_ran,
+                cached=result is None,
                 synced=bool(self._synced or self._updates),
-                passes=log.passes,
+                refusals=() if result is None else result.refusals,
+                memory=None if result is None else result.memory,
                 placements=log.placements,
                 updated=sum(len(each.indices) for each in self._updates),
                 left_to_step=self._left_to_step,

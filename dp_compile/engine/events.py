@@ -20,8 +20,8 @@ from torch import fx
 
 from dp_compile._torch import autograd
 from dp_compile.engine.replica import Replica
-from dp_compile.fx.collectives import is_launch, is_wait_op
-from dp_compile.passes.result import GraphPass
+from dp_compile.fx.collectives import WAIT as WAIT_TENSOR
+from dp_compile.fx.collectives import is_launch
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import launch_order
 
@@ -163,17 +163,15 @@ class Compilation:
 
     `replicas`: the modules that are reduced in it, in launch order. `plans`: one for each module in it, also of those
     without synchronisation. `inputs`: the parameter that each input is, `None` for others. `dump_dir`: where the user
-    wants to see what becomes of it. `behind`: the names of passes that run after `passes`, for optimizers.
+    wants to see what becomes of it.
     """
 
     replicas: tuple[Replica, ...]
     plans: tuple[BucketPlan, ...]
-    passes: tuple[GraphPass, ...]
     inputs: tuple[str | None, ...]
     world_size: int
     backend: str
     dump_dir: str | None
-    behind: tuple[str, ...] = ()
 
 
 class CompilationListener(Protocol):
@@ -239,7 +237,7 @@ class BucketEvents(autograd.TorchDispatchMode):
     ) -> Any:
         if is_launch(func):
             return self._launch(func, args, kwargs or {})
-        if is_wait_op(func) and (of := self._place_at.pop(args[0].data_ptr(), None)) is not None:
+        if func is WAIT_TENSOR and (of := self._place_at.pop(args[0].data_ptr(), None)) is not None:
             with of.told.during(WAIT, of.bucket):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -247,36 +245,32 @@ class BucketEvents(autograd.TorchDispatchMode):
     def _launch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         number = self._launched
         expected = self._expected[number] if number < len(self._expected) else None
-        if expected is None or expected.numels not in (None, [each.numel() for each in _listed(args[0])]):
+        # Several tensors are of a collective of the model's.
+        if expected is None or isinstance(args[0], list) or expected.numel not in (None, args[0].numel()):
             return func(*args, **kwargs)
         self._launched += 1
         with expected.told.during(LAUNCH, expected.bucket) if expected.is_first else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        self._place_at |= {each.data_ptr(): expected for each in _listed(result)}
+        self._place_at[result.data_ptr()] = expected
         return result
 
 
 class _Expected(NamedTuple):
-    """A launch: of which bucket, how large its tensors are (`None`: a functional hook may send any size), and whether
-    it is the bucket's first."""
+    """A launch: of which bucket, how large its tensor is (`None`: a functional hook may send any size), and whether it
+    is the bucket's first."""
 
     told: Listeners
     bucket: int
-    numels: list[int] | None
+    numel: int | None
     is_first: bool
 
 
 def _launches(plan: BucketPlan, told: Listeners) -> Iterator[_Expected]:
     stages = [bucket.key.reduction.stages for bucket in plan.buckets]
-    numels = [[bucket.key.reduction.numels(numel) for numel in bucket.tensor_numels] for bucket in plan.buckets]
-    given = [list(zip(*each, strict=True)) for each in numels]
+    given = [list(bucket.key.reduction.numels(bucket.numel)) for bucket in plan.buckets]
     for bucket, stage in launch_order(stages):
         by_hook = plan.buckets[bucket].key.reduction.hook is not None
-        yield _Expected(told, bucket, None if by_hook else list(given[bucket][stage]), stage == 0)
-
-
-def _listed(value: Any) -> Sequence[torch.Tensor]:
-    return value if isinstance(value, (list, tuple)) else (value,)
+        yield _Expected(told, bucket, None if by_hook else given[bucket][stage], stage == 0)
 
 
 # --- a clock ----------------------------------------------------------------------------------------------------------

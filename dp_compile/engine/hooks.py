@@ -19,8 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dp_compile._torch import autograd, pairs
-from dp_compile._torch.distributed import group_of_name
+from dp_compile._torch import autograd
+from dp_compile._torch.distributed import collectives_launched, group_of_name
 from dp_compile.engine import events
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
@@ -122,7 +122,7 @@ class _Flight:
 
     bucket: Bucket
     ops: EagerOps
-    reducing: Generator[None, None, list[torch.Tensor]]
+    reducing: Generator[None, None, torch.Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -262,12 +262,12 @@ class ReductionRound:
         """For all buckets; of which each rank has a part, that is handed on."""
         reduced: dict[int, torch.Tensor] = {}
         for number, flight in enumerate(self.flights):
-            tensors = finished(flight.reducing)
+            tensor = finished(flight.reducing)
             if flight.bucket.key.reduction.is_scattered:
                 assert self.replica.after.parts_to is not None
-                self.replica.after.parts_to.apply(number, (), (), tensors)
+                self.replica.after.parts_to.apply(number, (), (), [tensor])
                 continue
-            reduced.update(flight.ops.averages(tensors))
+            reduced.update(flight.ops.averages(tensor))
         return reduced
 
     def _set_grads(self) -> None:
@@ -431,8 +431,6 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
             local.reduced = launched > rest.order().index((len(stages) - 1, 0))
             rest.complete_failed(error)
-        for group in () if is_of_other_ranks(error) else replica.planning.groups:
-            pairs.wait_for_all(group)
         if local.reduced:
             number = replica.history.synced_backwards + 1
             local.missed = (
@@ -444,7 +442,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
 
 def launches_so_far(replica: Replica) -> int:
     """Collectives of any kind launched in its groups. Only differences mean something."""
-    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.planning.groups)
+    return sum(collectives_launched(group_of_name(name), replica.device) for name in replica.planning.groups)
 
 
 def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) -> None:

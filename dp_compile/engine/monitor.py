@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dp_compile._torch import compiler, distributed, pairs
+from dp_compile._torch import compiler, distributed
 from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine.flags import in_one_line
 from dp_compile.engine.plan_sync import is_of_other_ranks
@@ -262,7 +262,7 @@ def _launched(replica: Replica) -> int:
     groups, levels = [replica.group.process_group], replica.group.levels
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))
-    return sum(pairs.collectives_launched(each, replica.device) for each in groups)
+    return sum(distributed.collectives_launched(each, replica.device) for each in groups)
 
 
 def _occupation(thread: int | None) -> tuple[str, str]:

@@ -6,22 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dp_compile.passes.result import PassRecord, PeakMemory
+from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.words import count, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How compiled code fills a gradient's place: where it is computed, or `copied`, with the reason.
-
-    The place is in the bucket's flat memory, or `apart`: memory that only this gradient has.
-    """
+    """How compiled code fills a gradient's place in its bucket: computed there, or copied."""
 
     gradient: str
     nbytes: int
-    copied: str | None
-    apart: bool = False
+    is_copied: bool
 
 
 IN_BACKWARD: Final = "in-backward"
@@ -94,8 +90,8 @@ class CaptureRecord:
     `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
     without a gradient. `collectives` come out, counted in the graph after the last
     pass, planned if `cached`. `cached`: the code came from a compiler's cache, so the passes did not run.
-    Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements` are of the gradients that
-    code was generated for.
+    Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `memory`: its simulated peak, `None`
+    if `cached`. `placements` are of the gradients that code was generated for.
     """
 
     hooks: int
@@ -105,23 +101,14 @@ class CaptureRecord:
     graphs: int
     cached: bool
     synced: bool
-    passes: tuple[PassRecord, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    memory: PeakMemory | None = None
     placements: tuple[Placement, ...] = ()
     updated: int = 0
     """How many parameters optimizers update in it, and in words what they leave to `step()`."""
     left_to_step: tuple[str, ...] = ()
 
-    @property
-    def memory(self) -> PeakMemory | None:
-        """The simulated peak, of the largest graph; `None` if no pass simulated it, as with code from a cache."""
-        found = [record.result.memory for record in self.passes if record.result.memory is not None]
-        return max(found, key=lambda memory: memory.nbytes, default=None)
-
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, *, verbose: bool = False) -> str:
-        """What came of it. `verbose`: what each pass did to the graph, too."""
         if not self.synced:
             return f"without synchronisation, {count(self.graphs, 'graph')}"
         words = self.reductions - self.hooks - self.completed
@@ -133,13 +120,7 @@ class CaptureRecord:
         notes = [f"{count(self.completed, 'parameter')} without one completed with zeros"] if self.completed else []
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
-        lines = [head]
-        lines += [f"  {record}" for record in (self.passes if verbose else ())]
-        lines += [
-            f"  refused {refusal.node}: {refusal.reason}"
-            for record in self.passes
-            for refusal in record.result.refusals
-        ]
+        lines = [head, *(f"  refused {refusal.node}: {refusal.reason}" for refusal in self.refusals)]
         lines += [f"  {self.memory}"] if self.memory else []
         lines += [f"  {count(self.updated, 'parameter')} updated in it"] if self.updated else []
         lines += [f"  left to step(): {each}" for each in self.left_to_step]
@@ -152,17 +133,10 @@ def _describe_placements(given: Sequence[Placement]) -> list[str]:
     total = sum(each.nbytes for each in placements)
     if not total:
         return []
-    reasons: dict[str, list[Placement]] = {}
-    for each in placements:
-        if each.copied is not None:
-            reasons.setdefault(each.copied, []).append(each)
-    lines = []
-    for apart, where in ((False, "in their buckets"), (True, "in their own memory")):
-        if any(each.apart == apart for each in placements):
-            there = sum(each.nbytes for each in placements if each.apart == apart and each.copied is None)
-            lines.append(f"  computed {where}: {there / total:.1%} of {format_bytes(total)}")
-    for reason, group in reasons.items():
-        names = group[0].gradient if len(group) == 1 else f"{group[0].gradient} .. {group[-1].gradient}"
-        size = format_bytes(sum(each.nbytes for each in group))
-        lines.append(f"  copied {count(len(group), 'gradient')}, {size}, {names}: {reason}")
+    copied = [each for each in placements if each.is_copied]
+    nbytes = sum(each.nbytes for each in copied)
+    lines = [f"  computed in their buckets: {1 - nbytes / total:.1%} of {format_bytes(total)}"]
+    if copied:
+        names = dict.fromkeys((copied[0].gradient, copied[-1].gradient))
+        lines.append(f"  copied {count(len(copied), 'gradient')}, {format_bytes(nbytes)}: {' .. '.join(names)}")
     return lines

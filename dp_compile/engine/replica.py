@@ -26,7 +26,6 @@ from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.sinks import AfterReduction
 from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.passes.memory import BucketMemory
-from dp_compile.passes.result import GraphPass, code_key
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import ReadyTimes
@@ -39,11 +38,9 @@ class PlanState:
     """How the plan came about, what realises it, and whether it is final (`engine/plan_sync.py`).
 
     Args:
-        passes: they rewrite the graph of a captured backward.
-        passes_code: what they do, as they were when the module was replicated.
         comm_hook: the user's own reduction of a bucket.
         ready: the ready times that the plan was made from, or that were estimated for a plan that needs none.
-        strategy: where buckets end: a name of `config.STRATEGIES`; `single`: no pass makes buckets.
+        strategy: where buckets end: a name of `config.STRATEGIES`.
         certificate: what is known of the plan's end; `None`: no cost was given.
         groups: the groups in which its buckets are reduced, by name.
         code_key: replicas with equal keys can share compiled code: the model itself is never part of it.
@@ -54,8 +51,6 @@ class PlanState:
         units: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given.
     """
 
-    passes: tuple[GraphPass, ...]
-    passes_code: tuple[str, ...] = ()
     comm_hook: CommHook | None = None
     ready: ReadyTimes
     strategy: str
@@ -207,7 +202,6 @@ class Replica:
     def __post_init__(self) -> None:
         self.plan = self._with_memory(self.plan)
         self.planning.groups = _groups_of(self.plan)
-        self.planning.passes_code = tuple(map(code_key, self.planning.passes))
         self.planning.code_key = self._code_key()
         dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
         self.module.dtensors = dtensors
@@ -227,7 +221,7 @@ class Replica:
 
     def _code_key(self) -> str:
         config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
-        return repr((self.group.name, self.plan.for_code(), self.planning.passes, self.planning.passes_code, config))
+        return repr((self.group.name, self.plan.for_code(), config))
 
     @property
     def reduces(self) -> bool:

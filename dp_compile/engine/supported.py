@@ -19,7 +19,6 @@ HAS_RUN: Final = "a backward has run"
 HOOK_OF_VALUES: Final = "a comm hook that does more than cast"
 OPTIMIZER: Final = "an optimizer that updates in the backward"
 JOIN: Final = "join()"
-NO_BUCKETS: Final = "no pass makes buckets"
 NO_REDUCTION: Final = "gradients are not reduced"
 REDUCE_DTYPE: Final = "reduce_dtype"
 SHARD: Final = "an optimizer with shard=True"
@@ -33,7 +32,6 @@ _IS_THERE: Final[Mapping[str, Callable[[Replica], bool]]] = {
     DTENSORS: lambda replica: bool(replica.module.dtensors),
     HAS_RUN: lambda replica: replica.history.backwards.total() > 0,
     JOIN: lambda replica: replica.state.uneven is not None,
-    NO_BUCKETS: lambda replica: replica.planning.strategy == "single",
     NO_REDUCTION: lambda replica: not replica.state.reduces_gradients,
     REDUCE_DTYPE: lambda replica: getattr(replica.config.mp_policy, "reduce_dtype", None) is not None,
     SHARD: lambda replica: replica.after.parts_to is not None,
@@ -63,7 +61,6 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Register one, once.",
     (COMM_HOOK, HAS_RUN): "a backward of {module} has run already. Register comm hooks before the first one.",
     (FUNCTIONAL_HOOK, TWO_LEVELS): _OF_A_PLAN % "the device_mesh has two dimensions",
-    (FUNCTIONAL_HOOK, NO_BUCKETS): _OF_A_PLAN % "no pass makes buckets",
     (CALLED_HOOK, TWO_LEVELS): (
         "{added} reduces over one group, but the device_mesh of {module} has two dimensions. Use a hook of torch's "
         "that only casts, or one dimension."
@@ -81,7 +78,6 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (JOIN, SHARD): _WHOLE,
     (OPTIMIZER, NO_REDUCTION): "no gradient of this module is reduced: an optimizer steps in its backward already.",
     (SHARD, SHARD): "the module has a sharded optimizer already. Give that one all parameters, in groups.",
-    (SHARD, NO_BUCKETS): _NOT_SHARDED % "each gradient is reduced by itself: passes= has none that makes buckets",
     (SHARD, TWO_LEVELS): _NOT_SHARDED % "its device_mesh has two levels of network",
     (SHARD, COMM_HOOK): _NOT_SHARDED % "it has a comm hook, which needs whole gradients",
     (SHARD, CHECK_NAN): _NOT_SHARDED % "check_nan looks at whole gradients",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -170,10 +169,8 @@ def _gain(change: str, before: Step, after_s: float, *, at_most: bool = False) -
 
 
 def _options(step: Step) -> Iterator[Advice]:
-    has_buckets, plans = step.strategy != "single", step.strategy == "optimal"
-    if not has_buckets:
-        yield _gain("the default passes, which make buckets", step, _end_s(replanned(step)))
-    if has_buckets and (step.is_timed or not plans):  # a plan for assumed speeds is not judged by the same assumption
+    plans = step.strategy == "optimal"
+    if step.is_timed or not plans:  # a plan for assumed speeds is not judged by the same assumption
         other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in CAPS_MB.items()}
         if not plans:
             other["neither bucket_cap_mb nor bucket_policy"] = replanned(step)
@@ -268,13 +265,8 @@ def _facts(this: Explanation) -> Iterator[str]:
         ddp = format_bytes(step.memory.ddp_nbytes)
         yield f"peak memory of the backward, simulated: {format_bytes(step.memory.nbytes)}; as torch's DDP {ddp}"
     if placed := [each for each in step.placements if each.gradient != UNUSED_FLAGS]:
-        copied = Counter[str]()
-        for each in placed:
-            copied[each.copied or ""] += each.nbytes
-        del copied[""]
-        reasons = "".join(f"; {format_bytes(nbytes)}: {why}" for why, nbytes in copied.most_common(3))
-        total = format_bytes(sum(each.nbytes for each in placed))
-        yield f"copied into buckets: {format_bytes(copied.total())} of {total}{reasons}"
+        copied = format_bytes(sum(each.nbytes for each in placed if each.is_copied))
+        yield f"copied into buckets: {copied} of {format_bytes(sum(each.nbytes for each in placed))}"
     yield from this.notes
 
 

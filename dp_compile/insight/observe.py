@@ -129,7 +129,7 @@ def step_of_replica(replica: Replica) -> Step:
         cost_source=cost_source,
         memory=latest.memory if latest else None,
         placements=latest.placements if latest else (),
-        refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
+        refusals=latest.refusals if latest else (),
         backwards=tuple(replica.history.backwards.items()),
         measured=measured.get(replica),
         optimizers=tuple(

@@ -6,9 +6,8 @@ is in the step. Nothing is measured here; `Prediction.basis` says what the numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dp_compile.engine.record import SHARDED
 from dp_compile.errors import ConfigError, require, require_integer
@@ -142,7 +141,7 @@ def sent_in(step: Step, dtype: str) -> Step:
             return gradient
         return replace(gradient, itemsize=BYTES[dtype], key=gradient.key._replace(reduction=reduction), sent=())
 
-    layout, buckets = _layout(step), []
+    layout, buckets = Layout(ALIGNMENT_BYTES), []
     for bucket in step.plan.buckets:
         gradients = [change(member.gradient) for member in bucket.members]
         buckets.append(layout.bucket(gradients[0].key, gradients, bucket.reason))
@@ -152,7 +151,7 @@ def sent_in(step: Step, dtype: str) -> Step:
 
 def replanned(step: Step, cap_mb: float | None = None) -> Step:
     """The same step with new buckets: of `cap_mb` MiB, else planned for its cost and ready times."""
-    layout = _layout(step)
+    layout = Layout(ALIGNMENT_BYTES)
     gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
     ready = replace(step.ready, backward_s=step.backward_s)
     if cap_mb is not None:
@@ -162,13 +161,6 @@ def replanned(step: Step, cap_mb: float | None = None) -> Step:
     if step.left:
         planned = plan_crossing(planned, ready, step.cost, layout if cap_mb is None else None, lanes=step.backend.lanes)
     return _with_plan(step, planned.plan)
-
-
-def _layout(step: Step) -> Layout:
-    """How the gradients of a plan lie in their buckets."""
-    members: Sequence[Any] = [member for bucket in step.plan.buckets for member in bucket.members]
-    apart = frozenset(member.gradient.name for member in members if member.offset is None)
-    return Layout(ALIGNMENT_BYTES, apart)
 
 
 def _with_plan(step: Step, plan: BucketPlan) -> Step:

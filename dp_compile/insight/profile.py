@@ -36,8 +36,7 @@ from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
 _HOW: Final = (
-    "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took; "
-    "not with passes=()."
+    "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took."
 )
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"
@@ -191,7 +190,7 @@ class _Timeline:
         launches = [each.event for each in self.ranges if each.is_launch]
         begins_us = [launch.begin_us for launch in launches]
         found: dict[float, _Event] = {}
-        for call in (e for e in self.events if e.name in ("c10d::allreduce_", "c10d::allreduce_coalesced_")):
+        for call in (e for e in self.events if e.name == "c10d::allreduce_"):
             while queue and queue[0].begin_us < call.begin_us:
                 queue.popleft()  # was given to gloo before the trace began
             if not queue:

@@ -34,16 +34,12 @@ class Report:
     memory: str = ""
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, *, verbose: bool = False) -> str:
-        """All of it. `verbose`: what each pass did to each graph, too."""
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
         lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
         lines += [text for text in (self.updates, self.why_not_captured, self.measured, self.promise) if text]
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
-            lines.append(f"captured backward {number}: {record.text(verbose=verbose)}")
+            lines.append(f"captured backward {number}: {record}")
         lines += [self.memory] if self.memory else []
         return "\n".join(lines)

@@ -298,7 +298,6 @@ class PendingUpdate(Pending):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
             _, post_scale = ops.factors(bucket.key.reduction)
-            (tensor,) = restored(bucket, [tensor], post_scale, ops)
-            for member, place in zip(bucket.members, bucket.places, strict=True):
-                gradients[member.gradient.index] = view_of(member, tensor, place.offset)
+            tensor = restored(bucket, tensor, post_scale, ops)
+            gradients |= {member.gradient.index: view_of(member, tensor) for member in bucket.members}
         return gradients

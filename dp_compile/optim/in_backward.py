@@ -165,8 +165,6 @@ def _plan_for(replica: Replica) -> None:
     Raises:
         DesyncError: another rank does not, or has made another plan.
     """
-    if replica.planning.strategy == "single":
-        return
     group = replica.group
     layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
     cost = replica.config.cost or group.cost

@@ -538,9 +538,9 @@ class Shard(Part):
             with held:
                 if held.error is None:
                     self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
-            (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
+            like = self.parameters[bucket.members[0].gradient.index]
             with listeners_of(replica).during(GATHER):
-                values, work = self._memory(number, numel, like), None
+                values, work = self._memory(number, bucket.numel, like), None
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
                 with held:

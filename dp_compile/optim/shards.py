@@ -59,7 +59,7 @@ def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
         first = rank * numel_of_part(plan, number)
         last = first + numel_of_part(plan, number)
         for member in bucket.members:
-            offset = member.offset or 0
+            offset = member.offset
             start, stop = max(first, offset), min(last, offset + member.numel)
             if start < stop:
                 found.append(Piece(member.gradient.index, start - offset, stop - offset, number, start))
@@ -68,8 +68,7 @@ def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
 
 def numel_of_part(plan: BucketPlan, bucket: int) -> int:
     """How many elements of a bucket each rank has, padding included."""
-    (numel,), parts = plan.buckets[bucket].tensor_numels, plan.buckets[bucket].key.reduction.parts
-    return numel // parts
+    return plan.buckets[bucket].numel // plan.buckets[bucket].key.reduction.parts
 
 
 def layout_of(plan: BucketPlan) -> tuple[object, ...]:

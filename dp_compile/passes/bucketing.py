@@ -9,9 +9,7 @@ On two levels of network there are three stages, each followed by a wait:
     flat_bucket(a, b) -> reduce_scatter_tensor -> wait -> all_reduce -> wait -> all_gather_into_tensor -> wait
 
 or, with gloo, an all-to-all and a sum after its wait instead of the first. Where ranks keep parts there is only the
-first stage; an update then gets the part instead of each member. A member that the plan keeps uncoalesced gets a
-flat_bucket for itself, which compiled code makes of the gradient's own memory. One grouped all-reduce carries them all,
-each with its own wait.
+first stage; an update then gets the part instead of each member.
 
 Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order, and
 the results are views of the bucket: no copy in or out. The factor of the average goes into what computes a gradient:
@@ -22,16 +20,14 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
 from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from dp_compile._torch import pairs
 from dp_compile.comm_hooks.functional import HOOK_STEP
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
@@ -39,15 +35,10 @@ from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.memory import PLACE, MemoryPlace
 from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, reductions_in, states_in
 from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import Bucket, BucketPlan, Member, Place
+from dp_compile.plan.buckets import Bucket, BucketPlan, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_PAIRED: Final = {
-    EXCHANGE: collectives.PAIRED_ALL_TO_ALL,
-    ALL_TO_ALL: collectives.PAIRED_ALL_TO_ALL,
-    ALL_GATHER: collectives.PAIRED_ALL_GATHER,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +52,6 @@ class BucketReductions:
 
     zero_gaps: bool = field(default_factory=lambda: nan_check_is_on())
     name: ClassVar[str] = "bucket-reductions"
-    realises_plan: ClassVar[bool] = True
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         # Positions once for all buckets: they take as long as the graph is large.
@@ -70,13 +60,13 @@ class BucketReductions:
         states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
         for replica, reductions in sorted(by_replica(reductions_in(graph), plans).items()):
             staged: list[list[fx.Node]] = []
-            places = map(MemoryPlace, repeat(replica), count(), repeat(plans[replica].keeps_memory))
             stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
             for number, bucket in enumerate(plans[replica].buckets):
                 parts = parts_of(bucket, reductions)
                 last = max((part.reduction.node for part in parts), key=position.__getitem__)
-                ops = GraphOps(graph, last, f"{replica}.{number}", parts, states, remembered, places, self.zero_gaps)
-                views |= reduced_by(ops, bucket)
+                place = MemoryPlace(replica, number, plans[replica].keeps_memory)
+                ops = GraphOps(graph, last, bucket, parts, states, remembered, place, self.zero_gaps)
+                views |= reduced_by(ops)
                 staged.append(ops.launches)
             launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
         edit.replace_uses(views | remembered)
@@ -87,7 +77,7 @@ class BucketReductions:
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.reorder(graph, edit.stable_order(graph, chain=chain_of(launches)))
-        return PassResult(changed=bool(launches))
+        return PassResult()
 
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
@@ -137,12 +127,11 @@ def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan])
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
+    """A member of a bucket: its number there, and the reduction that it replaces."""
 
     number: int
     member: Member
     reduction: GradReduction
-    place: Place
 
 
 def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Part]:
@@ -152,7 +141,7 @@ def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Pa
         InvalidGraphError: there is none, or it reduces another kind of tensor.
     """
     parts: list[Part] = []
-    for number, (member, place) in enumerate(zip(bucket.members, bucket.places, strict=True)):
+    for number, member in enumerate(bucket.members):
         gradient, reduction = member.gradient, reductions.get(member.gradient.index)
         if reduction is None:
             raise InvalidGraphError(f"the plan reduces the gradient of {gradient.name}, but the graph does not")
@@ -161,16 +150,15 @@ def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Pa
         planned = (gradient.shape, bucket.key.dtype, bucket.key.device)
         if given != planned:
             raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
-        parts.append(Part(number, member, reduction, place))
+        parts.append(Part(number, member, reduction))
     return parts
 
 
-def reduced_by(ops: GraphOps, bucket: Bucket) -> dict[fx.Node, fx.Node]:
+def reduced_by(ops: GraphOps) -> dict[fx.Node, fx.Node]:
     """What each reduction of a bucket becomes; where ranks keep parts, the part that has it."""
-    tensors = finished(reduce_bucket(bucket, ops))
-    if bucket.key.reduction.is_scattered:
-        return {part.reduction.node: tensors[part.place.tensor] for part in ops.parts}
-    return {part.reduction.node: ops.view_back(tensors[part.place.tensor], part) for part in ops.parts}
+    reduced = finished(reduce_bucket(ops.bucket, ops))
+    is_scattered = ops.bucket.key.reduction.is_scattered
+    return {part.reduction.node: reduced if is_scattered else ops.view_back(reduced, part) for part in ops.parts}
 
 
 @dataclass(slots=True)
@@ -178,20 +166,24 @@ class GraphOps:
     """Puts into a graph what `reduce_bucket` asks for.
 
     Args:
-        before: where; `unit`: the name of the bucket.
+        before: where.
         states: of the hook of these gradients; `remembered`: the new value of each of its tensors.
-        places: of the memory of the replica's buckets, in the order of the plan.
+        place: of its memory.
     """
 
     graph: fx.Graph
     before: fx.Node
-    unit: str
+    bucket: Bucket
     parts: list[Part]
     states: Mapping[tuple[int, int], StateInGraph]
     remembered: dict[fx.Node, fx.Node]
-    places: Iterator[MemoryPlace]
+    place: MemoryPlace
     zero_gaps: bool
     launches: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def unit(self) -> str:
+        return f"{self.place.replica}.{self.place.number}"
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         provenance = edit.Provenance(BucketReductions.name, self.unit, members)
@@ -199,15 +191,16 @@ class GraphOps:
 
     def view_back(self, reduced: fx.Node, part: Part) -> fx.Node:
         """A reduced gradient as a view of its bucket, with the strides that it had when it was traced."""
-        gradient, offset = part.member.gradient, part.place.offset
+        gradient, offset = part.member.gradient, part.member.offset
         shape, promised = list(gradient.shape), tuple(part.reduction.node.meta["val"].stride())
+        member = (str(part.number),)
         if _same_layout(gradient.shape, promised, gradient.stride):
-            return self.make(aten.as_strided.default, reduced, shape, list(promised), offset)
+            return self.make(aten.as_strided.default, reduced, shape, list(promised), offset, members=member)
         view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
         # Compiled code of its readers relies on these strides, which are not the parameter's.
         order = sorted(range(len(shape)), key=lambda dimension: (-promised[dimension], dimension))
         flat = self.make(aten.reshape.default, self.make(aten.permute.default, view, order), [gradient.numel])
-        return self.make(aten.as_strided.default, flat, shape, list(promised))
+        return self.make(aten.as_strided.default, flat, shape, list(promised), members=member)
 
     def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
         states = [self.states.get((part.reduction.replica, part.reduction.index)) for part in self.parts]
@@ -238,30 +231,23 @@ class GraphOps:
         return scale, given[1] if reduction.given > 1 else reduction.post_scale
 
     def fill(
-        self,
-        members: Sequence[int],
-        numel: int,
-        scale: float | fx.Node,
-        dtype: torch.dtype | None,
-        given: Sequence[fx.Node] | None = None,
+        self, scale: float | fx.Node, dtype: torch.dtype | None, given: Sequence[fx.Node] | None = None
     ) -> fx.Node:
-        parts = [self.parts[number] for number in members]
         constant = scale if isinstance(scale, float) else 1.0
         if given is None:
-            put = [self.source_of(part, constant, dtype) for part in parts]
+            put = [self.source_of(part, constant, dtype) for part in self.parts]
         else:
-            put = [(node, 1.0, part.member.gradient.stride) for node, part in zip(given, parts, strict=True)]
-        offsets = [part.place.offset for part in parts]
-        numbers = tuple(str(part.number) for part in parts)
-        # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
-        gaps = self.zero_gaps and numel > sum(part.member.numel for part in parts)
+            put = [(node, 1.0, part.member.gradient.stride) for node, part in zip(given, self.parts, strict=True)]
+        offsets = [part.member.offset for part in self.parts]
+        numbers = tuple(str(part.number) for part in self.parts)
+        gaps = self.zero_gaps and self.bucket.padding_nbytes > 0
         more: tuple[Any, ...] = (gaps, dtype) if isinstance(scale, float) else (gaps, dtype, scale)
         while more and more[-1] in (None, False):  # as by default
             more = more[:-1]
         sources, scales = [node for node, _, _ in put], [factor for _, factor, _ in put]
         strides = [step for _, _, stride in put for step in stride]
-        bucket = self.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
-        bucket.meta.setdefault(PLACE, next(self.places, None))
+        bucket = self.make(FLAT_BUCKET, sources, scales, strides, offsets, self.bucket.numel, *more, members=numbers)
+        bucket.meta[PLACE] = self.place
         return bucket
 
     def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
@@ -275,29 +261,21 @@ class GraphOps:
         folded = fits and fold_factor(source, scale, edit.Provenance(BucketReductions.name, self.unit))
         return source, 1.0 if folded else scale, tuple(stride)
 
-    def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
-        """One collective over all tensors."""
+    def launch(self, stage: Stage, tensor: fx.Node) -> fx.Node:
         how: tuple[Any, ...] = stage.reduce_op, stage.group
-        paired = _PAIRED.get(stage.op)
+        target = collectives.ALL_REDUCE
         if stage.op == REDUCE_SCATTER:
             target, how = collectives.REDUCE_SCATTER, (stage.reduce_op, stage.parts, stage.group)
-        elif paired is not None and pairs.take_turns(stage.group, tensors[0].meta["val"].device):
-            target, how = paired, (stage.parts, stage.group)
         elif stage.op in (EXCHANGE, ALL_TO_ALL):
-            sizes = [tensors[0].meta["val"].numel() // stage.parts] * stage.parts
+            sizes = [tensor.meta["val"].numel() // stage.parts] * stage.parts
             target, how = collectives.ALL_TO_ALL, (sizes, sizes, stage.group)
         elif stage.op == ALL_GATHER:
             target, how = collectives.ALL_GATHER, (stage.parts, stage.group)
-        else:
-            target = collectives.GROUPED_ALL_REDUCE if len(tensors) > 1 else collectives.ALL_REDUCE
-        argument = list(tensors) if len(tensors) > 1 else tensors[0]
-        self.launches.append(self.make(target, argument, *how))
-        return self.launches[-1], len(tensors)
+        self.launches.append(self.make(target, tensor, *how))
+        return self.launches[-1]
 
-    def wait(self, launched: tuple[fx.Node, int]) -> list[fx.Node]:
-        launch, count = launched
-        items = [self.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
-        return [self.make(collectives.WAIT, item) for item in items]
+    def wait(self, launched: fx.Node) -> fx.Node:
+        return self.make(collectives.WAIT, launched)
 
     def add_up(self, tensor: fx.Node, parts: int) -> fx.Node:
         view = self.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])

@@ -5,8 +5,7 @@
 
 The bucket is allocated before its members are computed: a matrix product gets its part of the bucket as `out=`,
 generated code stores there, the factor included. Nothing is copied but gradients whose kernel allocates its result
-itself. Those take one pass, and the record says why. If such a gradient has the bucket for itself, its own memory
-becomes the bucket. Memory of large buckets is that of the last backward (`memory.py`).
+itself, and those that other nodes read. Memory of large buckets is that of the last backward (`memory.py`).
 
 Gaps between members are undefined unless the op says zeros: the collective adds them up, but no reader looks at them,
 except for NCCL's own check for NaN.
@@ -27,8 +26,7 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
-from dp_compile.passes.bucket_ops import FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
+from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
 from dp_compile.passes.memory import BUCKET_MEMORY, place_of
 from dp_compile.passes.updates import UPDATE
@@ -38,11 +36,11 @@ ir = inductor.ir
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How compiled code fills the place of a member: by its position in the bucket `unit`, and why it is copied."""
+    """How compiled code fills the place of a member, by its position in the bucket `unit`."""
 
     unit: str
     position: int
-    copied: str | None
+    is_copied: bool
 
 
 Observer = Callable[[Written], None]
@@ -73,11 +71,6 @@ def _lower(
     node = inductor.graph_being_lowered().current_node
     device, dtype = gradients[0].get_device(), dtype or gradients[0].get_dtype()
     is_scaled = [factor is not None or scale != 1.0 for scale in scales]
-    if len(gradients) == 1 and not is_scaled[0] and places[0].numel == numel and gradients[0].get_dtype() == dtype:
-        whole = _own_memory(node, gradients[0], places[0])
-        if whole is not None:
-            _tell(node, 0, None)
-            return whole
     kept, memory = place_of(node), None
     layout = ir.FixedLayout(device, dtype, [numel], [1])
     if kept is not None:
@@ -95,10 +88,11 @@ def _lower(
             if not is_scaled[position] and own and not cast and _can_be_moved(gradient, part):
                 gradient.data.data.layout = ir.NonOwningLayout(part)
                 bucket.inputs.append(gradient.data.data)
-                _tell(node, position, _why_carried_over(gradient))
+                is_generated = isinstance(gradient.data.data, ir.ComputedBuffer)
+                _tell(node, position, is_copied=is_generated and _only_moves(gradient.data.data.data))
             else:
                 bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype, factor), part))
-                _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1, cast=cast))
+                _tell(node, position, is_copied=_is_copied(_storage_of(gradient).data))
     for offset, gap in gaps_of(places, numel) if zero_gaps else ():
         layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
         zeros = inductor.lower_zeros([gap], device, dtype)
@@ -122,10 +116,6 @@ def _writers(bucket: Any) -> Iterator[Any]:
 inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
 
 
-for _op in (PAIRED_ALL_TO_ALL, PAIRED_ALL_GATHER):
-    inductor.register_lowering(_op, type_promotion_kind=None)(partial(inductor.lower_collective, _op))
-
-
 def _lower_handing_over(op: Any, number: int, *args: Any) -> None:
     """Of an op that hands out tensors, argument `number`, to readers that outlive the code: a network, an optimizer."""
     for each in args[number]:
@@ -136,18 +126,6 @@ def _lower_handing_over(op: Any, number: int, *args: Any) -> None:
 
 inductor.register_lowering(LEAVE, type_promotion_kind=None)(partial(_lower_handing_over, LEAVE, 0))
 inductor.register_lowering(UPDATE, type_promotion_kind=None)(partial(_lower_handing_over, UPDATE, 1))
-
-
-def _own_memory(bucket: fx.Node, gradient: Any, place: MemberPlace) -> Any:
-    """The memory of a gradient that has a bucket for itself and a kernel that allocates; else `None`."""
-    storage = _storage_of(gradient)
-    if isinstance(gradient.data, ir.BaseView) or not isinstance(storage.data, (ir.ExternKernelAlloc, ir.MultiOutput)):
-        return None
-    may_be_older = storage.data.get_inputs_that_alias_output() or storage.data.get_mutation_names()
-    if not _is_own(bucket, 0, storage) or may_be_older or not _lies_as(storage.data, place.stride):
-        return None
-    layout = ir.FixedLayout(gradient.get_device(), gradient.get_dtype(), [place.numel], [1])
-    return ir.TensorBox(ir.ReinterpretView(data=storage, layout=layout))
 
 
 def _can_be_moved(gradient: Any, part: Any) -> bool:
@@ -211,58 +189,26 @@ def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any = None) -> Any:
     )
 
 
-def _why_copied(gradient: Any, *, own: bool, alone: bool, cast: bool) -> str | None:
-    """Why a gradient is read in another kernel than the one that computes it; `None` if it is not.
-
-    Args:
-        own: only the bucket reads the gradient.
-        alone: the bucket has this member only.
-        cast: the bucket has another dtype.
-    """
-    buffer = _storage_of(gradient).data
-    if not isinstance(buffer, ir.Buffer):
-        return _why_carried_over(gradient)  # computed where it is read
-    if isinstance(buffer, ir.InputBuffer):
-        return "an input of the backward"
-    if isinstance(buffer, (ir.ExternKernelAlloc, ir.MultiOutput)) and not (alone and own):
-        return f"{_operator(buffer)} allocates its result itself"
-    if buffer.get_name() in inductor.graph_being_lowered().mutated_buffers:
-        return "filled in several steps"
-    if isinstance(buffer, ir.ComputedBuffer):
-        return _why_carried_over(gradient)  # generated code, fused with its reader
-    if not own:
-        return f"the result of {_operator(buffer)} is used in another place too"
-    if cast:
-        return f"{_operator(buffer)} does not round to another dtype"
-    return f"{_operator(buffer)} writes with other strides, or does not take a factor"
+def _is_copied(source: Any) -> bool:
+    """Whether a bucket reads a gradient in another kernel than the one that computes it."""
+    if not isinstance(source, ir.ComputedBuffer):  # generated where it is read, or a library's kernel or an input
+        return isinstance(source, ir.Buffer) or _only_moves(source)
+    return source.get_name() in inductor.graph_being_lowered().mutated_buffers or _only_moves(source.data)
 
 
-def _why_carried_over(gradient: Any) -> str | None:
-    """Why generated code only moves a gradient from where it was computed; `None` if it computes something.
+def _only_moves(computed: Any) -> bool:
+    """Whether generated code only moves a gradient from where it was computed.
 
     A product that Inductor padded, as on a GPU, is larger than the gradient; rows of an embedding in half precision are
     added up in float32.
     """
-    computed = _storage_of(gradient).data
-    computed = computed.data if isinstance(computed, ir.ComputedBuffer) else computed
     count = computed.inner_fn_opcount() if isinstance(computed, ir.Pointwise) else None
     if count is None or len(count.read_buffers) != 1 or not set(count.used_ops) <= {"load", "to_dtype"}:
-        return None
+        return False
     graph, (name,) = inductor.graph_being_lowered(), count.read_buffers
-    if name in graph.graph_inputs:
-        return "an input of the backward"
-    if name in graph.mutated_buffers:
-        return "filled in several steps"
-    source = graph.try_get_buffer(name)
-    if isinstance(source, (ir.ExternKernel, ir.MultiOutput)):
-        return f"cut out of, cast or cloned from the result of {_operator(source)}"
-    return None  # generated code, fused with this
-
-
-def _operator(buffer: Any) -> str:
-    while isinstance(buffer, ir.MultiOutput):
-        buffer = buffer.inputs[0]
-    return str(getattr(buffer, "op_overload", None) or getattr(buffer, "python_kernel_name", None) or "a kernel")
+    if name in graph.graph_inputs or name in graph.mutated_buffers:
+        return True
+    return isinstance(graph.try_get_buffer(name), (ir.ExternKernel, ir.MultiOutput))  # else fused with this
 
 
 def _storage_of(value: Any) -> Any:
@@ -297,7 +243,7 @@ def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
     return True
 
 
-def _tell(node: fx.Node, position: int, copied: str | None) -> None:
+def _tell(node: fx.Node, position: int, *, is_copied: bool) -> None:
     observer, provenance = _observer.get(), edit.provenance_of(node)
     if observer is not None and provenance is not None:
-        observer(Written(provenance.unit, int(provenance.members[position]), copied))
+        observer(Written(provenance.unit, int(provenance.members[position]), is_copied))

@@ -57,7 +57,6 @@ class ScheduleCollectives:
 
     memory_bound_nbytes: int | None = None
     name: ClassVar[str] = "schedule-collectives"
-    realises_plan: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         bound = self.memory_bound_nbytes
@@ -68,7 +67,7 @@ class ScheduleCollectives:
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         launches = [node for node in graph.nodes if is_collective(node) and _is_ours(node)]
         if not launches:
-            return PassResult(changed=False)
+            return PassResult()
         ddp_nbytes = _peak_of_ddp(graph, launches)
         bound = ddp_nbytes if self.memory_bound_nbytes is None else self.memory_bound_nbytes
         ours, wish = _footprint(graph), _wishes(graph)
@@ -87,11 +86,8 @@ class ScheduleCollectives:
             else:
                 order = moved
         peak = ours.peak(order)
-        return PassResult(
-            changed=edit.reorder(graph, order),
-            refusals=() if refusal is None else (refusal,),
-            memory=PeakMemory(peak.nbytes, peak.node, ddp_nbytes),
-        )
+        edit.reorder(graph, order)
+        return PassResult(() if refusal is None else (refusal,), PeakMemory(peak.nbytes, peak.node, ddp_nbytes))
 
 
 def _is_ours(node: fx.Node) -> bool:

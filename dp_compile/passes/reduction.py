@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from dp_compile._torch import autograd, distributed, pairs
+from dp_compile._torch import autograd, distributed
 from dp_compile.comm_hooks.functional import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import multiply_into
@@ -40,17 +40,12 @@ class Ops(Protocol[TensorT]):
         """By what each contribution, and the result, is multiplied."""
 
     def fill(
-        self,
-        members: Sequence[int],
-        numel: int,
-        scale: float | TensorT,
-        dtype: torch.dtype | None,
-        given: Sequence[TensorT] | None = None,
+        self, scale: float | TensorT, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None
     ) -> TensorT:
-        """A tensor of `numel` elements with some members of the bucket, by number, at their places, times `scale`.
+        """A flat tensor with the members of the bucket at their places, times `scale`.
 
-        In `dtype`, if that is another one than the gradients'. `given`: what is put there for each of these members;
-        `None`: its gradient.
+        In `dtype`, if that is another one than the gradients'. `given`: what is put there for each member; `None`: its
+        gradient.
         """
 
     def step_of_hook(self, hook: str, received: Sequence[TensorT]) -> list[TensorT]:
@@ -59,11 +54,11 @@ class Ops(Protocol[TensorT]):
     def keep(self, state: Sequence[TensorT]) -> None:
         """What a hook remembers of the bucket's gradients from now on."""
 
-    def launch(self, stage: Stage, tensors: Sequence[TensorT]) -> Any:
-        """Start the collective of a stage over all tensors of a bucket; if that has parts there is one tensor only."""
+    def launch(self, stage: Stage, tensor: TensorT) -> Any:
+        """Start the collective of a stage."""
 
-    def wait(self, launched: Any) -> list[TensorT]:
-        """What a stage made of the tensors."""
+    def wait(self, launched: Any) -> TensorT:
+        """What a stage made of the tensor."""
 
     def add_up(self, tensor: TensorT, parts: int) -> TensorT:
         """The sum of the equal parts of a tensor, rounded once."""
@@ -72,39 +67,39 @@ class Ops(Protocol[TensorT]):
         """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
 
 
-def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
+def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, TensorT]:
     """Reduce a bucket. Yields after each launch: the caller decides when it continues, with the wait and more launches.
 
-    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places` refers to.
+    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced bucket.
     """
     reduction = bucket.key.reduction
     wire = None if reduction.wire is None else dtype_of(reduction.wire)
-    sizes = list(zip(bucket.members_of_tensors, bucket.tensor_numels, strict=True))
     if reduction.hook is not None:
         received: list[TensorT] = []
         for stage in reduction.stages:
-            launched = ops.launch(stage, ops.step_of_hook(reduction.hook, received))
+            (sent,) = ops.step_of_hook(reduction.hook, received)
+            launched = ops.launch(stage, sent)
             yield
-            received += ops.wait(launched)
+            received.append(ops.wait(launched))
         found = ops.step_of_hook(reduction.hook, received)
         ops.keep(found[len(bucket.members) :])
-        return [ops.fill(each, numel, 1.0, None, [found[member] for member in each]) for each, numel in sizes]
+        return ops.fill(1.0, None, found[: len(bucket.members)])
     scale, post_scale = ops.factors(reduction)
-    tensors = [ops.fill(members, numel, scale, wire) for members, numel in sizes]
+    tensor = ops.fill(scale, wire)
     for stage in reduction.stages:
-        launched = ops.launch(stage, tensors)
+        launched = ops.launch(stage, tensor)
         yield
-        tensors = ops.wait(launched)
+        tensor = ops.wait(launched)
         if stage.op == EXCHANGE:
-            tensors = [ops.add_up(tensor, stage.parts) for tensor in tensors]
-    return restored(bucket, tensors, post_scale, ops)
+            tensor = ops.add_up(tensor, stage.parts)
+    return restored(bucket, tensor, post_scale, ops)
 
 
-def restored(bucket: Bucket, tensors: list[TensorT], post_scale: float | TensorT, ops: Ops[TensorT]) -> list[TensorT]:
+def restored(bucket: Bucket, tensor: TensorT, post_scale: float | TensorT, ops: Ops[TensorT]) -> TensorT:
     """What follows the last stage: the factor and the dtype. Also for a bucket that another step waits for."""
     if bucket.key.reduction.wire is None and isinstance(post_scale, float) and post_scale == 1.0:
-        return tensors
-    return [ops.restore(tensor, post_scale, dtype_of(bucket.key.dtype)) for tensor in tensors]
+        return tensor
+    return ops.restore(tensor, post_scale, dtype_of(bucket.key.dtype))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -114,13 +109,13 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
+def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
     """What a reduction returns at its end."""
     while True:
         try:
             next(reducing)
         except StopIteration as end:
-            found: list[TensorT] = end.value
+            found: TensorT = end.value
             return found
 
 
@@ -140,7 +135,7 @@ class EagerOps:
         memory: allocates a bucket, of so many elements of a dtype; by default it is new.
         launches: the number of collectives launched.
         is_silent: nothing is launched, as a backward that failed on this rank has launched it. Its result is lost.
-        parts: the members in each tensor that was filled.
+        filled: the tensor that was filled last, and its members in it.
     """
 
     bucket: Bucket
@@ -154,7 +149,7 @@ class EagerOps:
     memory: Callable[..., torch.Tensor] | None = None
     launches: int = 0
     is_silent: bool = False
-    parts: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
+    filled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
     _kept: Sequence[torch.Tensor] = ()
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
@@ -163,34 +158,28 @@ class EagerOps:
         return reduction.scale, reduction.post_scale
 
     def fill(
-        self,
-        members: Sequence[int],
-        numel: int,
-        scale: float | torch.Tensor,
-        dtype: torch.dtype | None,
-        given: Sequence[torch.Tensor] | None = None,
+        self, scale: float | torch.Tensor, dtype: torch.dtype | None, given: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
         bucket = self.bucket
-        given = [self._given(number) for number in members] if given is None else given
-        filled = (self.memory or given[0].new_empty)(numel, dtype=dtype or given[0].dtype)
+        given = list(map(self._given, range(len(bucket.members)))) if given is None else given
+        filled = (self.memory or given[0].new_empty)(bucket.numel, dtype=dtype or given[0].dtype)
         with torch.no_grad():  # of a backward that is differentiated, too
-            if sum(bucket.members[number].numel for number in members) < numel:
+            if bucket.padding_nbytes:
                 filled.zero_()
-            with autograd.aliasing():
-                parts = [view_of(bucket.members[number], filled, bucket.places[number].offset) for number in members]
+            parts = self._members_in(filled)
             multiply_into(parts, given, scale)
-        self.parts[filled] = parts
+        self.filled = filled, parts
         return filled
 
-    def averages(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The members in the tensors that the reduction returned, by index, each shaped as its parameter."""
-        for numbers, tensor in zip(self.bucket.members_of_tensors, tensors, strict=True):
-            members, parts = [self.bucket.members[number] for number in numbers], self.parts.get(tensor)
-            if parts is None:
-                offsets = [self.bucket.places[number].offset for number in numbers]
-                with autograd.aliasing():
-                    parts = list(map(view_of, members, itertools.repeat(tensor), offsets))
-            yield from zip((member.gradient.index for member in members), parts, strict=True)
+    def _members_in(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        with autograd.aliasing():
+            return [view_of(member, tensor) for member in self.bucket.members]
+
+    def averages(self, reduced: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The members in the reduced bucket, by index, each shaped as its parameter."""
+        filled, parts = self.filled or (None, [])
+        parts = parts if filled is reduced else self._members_in(reduced)
+        return zip((member.gradient.index for member in self.bucket.members), parts, strict=True)
 
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:
@@ -221,21 +210,20 @@ class EagerOps:
         zero = torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device)
         return zero.expand(member.gradient.shape)
 
-    def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
+    def launch(self, stage: Stage, tensor: torch.Tensor) -> Launched:
         if self.is_silent:
-            nothing = pairs.Pairs((), (), stage.group)
-            return Launched([each.new_zeros(_numel_behind(stage, each)) for each in tensors], nothing)
+            return Launched(tensor.new_zeros(_numel_of_result(stage, tensor)), None)
         stages = self.bucket.key.reduction.stages
         with self.launching() if stage is stages[0] else contextlib.nullcontext():
-            launched = launch_stage(stage, tensors)
+            launched = launch_stage(stage, tensor)
         self.work, self.launches = launched.work, self.launches + 1
         return launched
 
-    def wait(self, launched: Launched) -> list[torch.Tensor]:
-        if not self.is_waited_for:
+    def wait(self, launched: Launched) -> torch.Tensor:
+        if launched.work is not None and not self.is_waited_for:
             with self.waiting():
                 launched.work.wait()
-        return list(launched.tensors)
+        return launched.tensor
 
     def add_up(self, tensor: torch.Tensor, parts: int) -> torch.Tensor:
         return tensor.view(parts, tensor.numel() // parts).sum(0)
@@ -247,64 +235,47 @@ class EagerOps:
 
 
 class Launched(NamedTuple):
-    """A collective in flight, and the tensors that hold its result once it has ended."""
+    """A collective in flight, and the tensor that holds its result once it has ended. `work`: `None` if it has."""
 
-    tensors: Sequence[torch.Tensor]
-    work: dist.Work
-
-
-_PAIRED: Final = {EXCHANGE: pairs.all_to_all, ALL_TO_ALL: pairs.all_to_all, ALL_GATHER: pairs.all_gather}
-"""Stages at which a backend's own collective may be slow, and the replacement."""
+    tensor: torch.Tensor
+    work: dist.Work | None
 
 
 def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
     """Start an all-gather in place: each rank's part of the tensor goes to all others."""
     group = distributed.group_of_name(stage.group)
-    own = gathered.view(stage.parts, -1)[group.rank()]
-    if pairs.take_turns(stage.group, gathered.device):
-        return pairs.all_gather(own, stage.group, into=gathered)[1]
-    work = distributed.all_gather(gathered, own, group=group, async_op=True)
+    work = distributed.all_gather(gathered, gathered.view(stage.parts, -1)[group.rank()], group=group, async_op=True)
     assert work is not None
     return work
 
 
-def _numel_behind(stage: Stage, tensor: torch.Tensor) -> int:
+def _numel_of_result(stage: Stage, tensor: torch.Tensor) -> int:
     """The elements that a stage's collective returns; `Stage.numel_behind` counts what is left after the sum."""
     return tensor.numel() if stage.op in (ALL_REDUCE, EXCHANGE) else stage.numel_behind(tensor.numel())
 
 
-def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
-    """Start the collective of a stage over tensors, which it may write over."""
+def launch_stage(stage: Stage, tensor: torch.Tensor) -> Launched:
+    """Start the collective of a stage over a tensor, which it may write over."""
     group = distributed.group_of_name(stage.group)
-    if stage.op != ALL_REDUCE:
-        (tensor,) = tensors
-        paired = _PAIRED.get(stage.op)
-        if paired is not None and pairs.take_turns(stage.group, tensor.device):
-            result, messages = paired(tensor, stage.group)
-            return Launched([result], messages)
-        result = tensor.new_empty(_numel_behind(stage, tensor))
-        if stage.op == ALL_GATHER:
-            work = distributed.all_gather(result, tensor, group=group, async_op=True)
-        elif stage.op in (EXCHANGE, ALL_TO_ALL):
-            work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
-        else:
-            op = REDUCE_OPS[stage.reduce_op]
-            work = distributed.reduce_scatter(result, tensor, op=op, group=group, async_op=True)
-        tensors = [result]
-    elif len(tensors) == 1:
-        work = dist.all_reduce(tensors[0], op=REDUCE_OPS[stage.reduce_op], group=group, async_op=True)
+    if stage.op == ALL_REDUCE:
+        work = dist.all_reduce(tensor, op=REDUCE_OPS[stage.reduce_op], group=group, async_op=True)
+        assert work is not None
+        return Launched(tensor, work)
+    result = tensor.new_empty(_numel_of_result(stage, tensor))
+    if stage.op == ALL_GATHER:
+        work = distributed.all_gather(result, tensor, group=group, async_op=True)
+    elif stage.op in (EXCHANGE, ALL_TO_ALL):
+        work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
     else:
-        # torch deprecates its function for this, but neither the group's method nor the op that calls it.
-        options = dist.AllreduceCoalescedOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp(REDUCE_OPS[stage.reduce_op]), True
-        work = group.allreduce_coalesced(list(tensors), options)
+        op = REDUCE_OPS[stage.reduce_op]
+        work = distributed.reduce_scatter(result, tensor, op=op, group=group, async_op=True)
     assert work is not None
-    return Launched(tensors, work)
+    return Launched(result, work)
 
 
-def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+def view_of(member: Member, tensor: torch.Tensor) -> torch.Tensor:
     """A member in a tensor of its bucket, shaped as its parameter."""
-    return tensor.as_strided(member.gradient.shape, member.gradient.stride, offset)
+    return tensor.as_strided(member.gradient.shape, member.gradient.stride, member.offset)
 
 
 # --- in a graph ---------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""What a pass is, and its result: names and numbers only, never a node. Users may write their own."""
+"""What a pass is, and its result: names and numbers only, never a node."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 from torch import fx
 
@@ -39,38 +38,21 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass says of itself. `memory`: of a backward in the order that the pass gave it."""
+    """What came of a pass, or of all of them.
 
-    changed: bool
-    refusals: tuple[Refusal, ...] = ()
-    memory: PeakMemory | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PassRecord:
-    """One run of one pass, as the pipeline saw it.
-
-    `changes`: how the counts of ops differ after it, as text. `duration_ms` is wall time. `collectives`: how many
-    reductions the graph runs after it, without those of the model itself.
+    `memory`: of a backward in the order that the pass gave it. `collectives`: how many reductions the graph runs in the
+    end, without those of the model itself; `None` from a single pass.
     """
 
-    name: str
-    result: PassResult
-    changes: tuple[str, ...]
-    duration_ms: float
-    collectives: int = 0
-
-    def __str__(self) -> str:
-        did = ", ".join(self.changes) or ("moved nodes" if self.result.changed else "nothing to do")
-        return f"{self.name}: {did} ({self.duration_ms:.1f} ms of compilation)"
+    refusals: tuple[Refusal, ...] = ()
+    memory: PeakMemory | None = None
+    collectives: int | None = None
 
 
-@runtime_checkable
 class GraphPass(Protocol):
     """A frozen value whose fields are its options, with a pure call.
 
-    Valid graph in, valid graph out. No communication, no rank, no state. `realises_plan` says that every reduction
-    of a plan leaves this pass in the plan's buckets and order.
+    Valid graph in, valid graph out. No communication, no rank, no state.
 
     A node with a provenance (`fx/edit.py`) belongs to communication: its `unit` is "replica.bucket", the positions of
     the module in the backward and of the bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or
@@ -78,19 +60,5 @@ class GraphPass(Protocol):
     """
 
     name: ClassVar[str]
-    realises_plan: ClassVar[bool]
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult: ...
-
-
-_numbers = itertools.count()
-
-
-def is_ours(graph_pass: GraphPass) -> bool:
-    return type(graph_pass).__module__.startswith(f"{__package__}.")
-
-
-def code_key(graph_pass: GraphPass) -> str:
-    """A key of what a pass does. A user's gets another one each time: what it calls may have been defined again."""
-    name = type(graph_pass).__qualname__
-    return name if is_ours(graph_pass) else f"{name}:{next(_numbers)}"

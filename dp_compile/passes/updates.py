@@ -140,16 +140,14 @@ class PlaceUpdates:
 
     shares: tuple[int, ...]
     name: ClassVar[str] = "place-updates"
-    realises_plan: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        later = updates_in(graph, UPDATE_LATER)
-        for node, wanted in later.items():
+        for node, wanted in updates_in(graph, UPDATE_LATER).items():
             with graph.inserting_before(node):
                 update = graph.call_function(UPDATE, (self._written(graph, wanted), *node.args[1:]))
             update.meta["val"] = None
             graph.erase_node(node)
-        return PassResult(changed=bool(later))
+        return PassResult()
 
     def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
         """The parameters, then the other inputs that lie in their memory.

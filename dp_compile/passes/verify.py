@@ -1,14 +1,13 @@
 """What must hold after every pass: a valid graph, and each `reduce_grad` has become the right view of the right bucket.
 
-`BucketReductions` makes the nodes of a bucket by `GraphOps`. After each pass the same steps run once more over the
-graph, and find each node instead of making it: this bucket of these gradients, launched once, waited for, viewed. What
-read a reduced gradient before the first pass has to read that view. What computes a gradient, and what is done to a
-reduced one, is not checked: tests compare numbers (tests/passes/test_pipeline_properties.py).
+Structure only: the nodes of each bucket, and what reads them. Tests compare numbers
+(tests/passes/test_pipeline_properties.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,24 +15,12 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
-from dp_compile.fx.collectives import is_collective, wait_counts
+from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.fx.edit import provenance_of
-from dp_compile.fx.storages import storages_of, written_by
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.bucketing import (
-    SCATTERED,
-    GraphOps,
-    Part,
-    by_replica,
-    is_cast,
-    is_view,
-    parts_of,
-    reduced_by,
-    stride_before,
-)
-from dp_compile.passes.reduction import REDUCE_GRAD, dtype_of, reductions_in, states_in
+from dp_compile.passes.reduction import REDUCE_GRAD, reductions_in, states_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
-from dp_compile.plan.buckets import BucketPlan, GradientSpec
+from dp_compile.plan.buckets import Bucket, BucketPlan
 
 
 class Checks:
@@ -41,25 +28,14 @@ class Checks:
 
     def __init__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
         self.plans = plans
-        self.nodes = frozenset(graph.nodes)
         self.outputs = _outputs(graph)
-        self.collectives = {node: wait_counts(node) for node in graph.nodes if is_collective(node)}
+        self.collectives = {node: len(waits_of(node)) for node in graph.nodes if is_collective(node)}
         self.orders = _orders(graph)
         self.reductions = reductions_in(graph)
-        self.states = states_in(graph)
-        planned = {(number, each.index): each for number, plan in enumerate(plans) for each in plan.gradients}
-        self.sources = {
-            each.node: _sources(each.grad, planned[each.replica, each.index])
-            for each in self.reductions
-            if (each.replica, each.index) in planned
-        }
-        """Of each gradient the nodes that hold its elements, with the strides that these have in its bucket."""
-        self.factors = {node: _factor_in(node) for each in self.sources.values() for node in each}
-        """What a pass changes of such a node that takes in a factor."""
-        self.whose = {each.node: (each.replica, each.index) for each in self.reductions}
-        """Replica and index of each reduction, and of each tensor that a hook's state becomes."""
-        self.whose |= {node: of for of, state in self.states.items() for node in state.items.values()}
-        self.uses = {use: value for node in graph.nodes for use, value in _reads(node) if value in self.whose}
+        # By reduction, and by new state of a hook: replica and index of the gradient, and whether it is state.
+        whose = {each.node: (each.replica, each.index, False) for each in self.reductions}
+        whose |= {node: (*of, True) for of, state in states_in(graph).items() for node in state.items.values()}
+        self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
 
     def run(self, graph: fx.Graph, *, after: str) -> None:
         """Check a graph that the pass `after` has left.
@@ -67,23 +43,17 @@ class Checks:
         Raises:
             InvalidGraphError: a node is used before it is defined; a result of a new collective is not waited for
                 exactly once, an old one has lost or got a wait, those of a group stand in another order; an output has
-                another shape, dtype or stride; or a gradient is not reduced once, as its plan says, and read where it
-                was read before. Names the pass, and the node or the gradient.
+                another shape, dtype or stride; a bucket is filled or launched otherwise than its plan says; or a
+                reduced gradient is not read where it was read before. Names the pass, and the node or the gradient.
         """
-        self._check_graph(graph, after)
-        self._check_reductions(graph, after)
-
-    def _check_graph(self, graph: fx.Graph, after: str) -> None:
         try:
             graph.lint()
         except RuntimeError as error:
             raise InvalidGraphError(f"after pass '{after}': {error}") from error
         for node in filter(is_collective, graph.nodes):
-            waits = wait_counts(node)
-            expected = self.collectives.get(node, (1,) * len(waits))
+            waits, expected = len(waits_of(node)), self.collectives.get(node, 1)
             if waits != expected:
-                found, wanted = (", ".join(map(str, each)) for each in (waits, expected))
-                raise InvalidGraphError(f"after pass '{after}': {node.name} has {found} waits, expected {wanted}")
+                raise InvalidGraphError(f"after pass '{after}': {node.name} has {waits} waits, expected {expected}")
         left = _orders(graph)
         for group, order in self.orders.items():
             now = [node for node in left.get(group, ()) if node in self.collectives]
@@ -98,50 +68,48 @@ class Checks:
         for position, (was, is_now) in enumerate(zip(self.outputs, outputs, strict=True)):
             if was != is_now:
                 raise InvalidGraphError(f"after pass '{after}': output {position}: {was} became {is_now}")
+        if reductions_in(graph) != self.reductions:
+            self._check_buckets(graph, after)
 
-    def _check_reductions(self, graph: fx.Graph, after: str) -> None:
-        left, known = reductions_in(graph), {each.node: each for each in self.reductions}
-        for each in left:
-            if known.get(each.node) != each:
-                name = self._name(each.replica, each.index)
-                _wrong(after, name, f"{each.node.name} is a reduction more, or another")
-        now = {each.node: each.node for each in left}
-        now |= {node: node for state in states_in(graph).values() for node in state.items.values()}
-        read: dict[fx.Node, str] = {}
-        if len(left) < len(known):
-            now |= self._bucketed(graph, now, after, read)
+    def _check_buckets(self, graph: fx.Graph, after: str) -> None:
+        nodes: defaultdict[str, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if (by := provenance_of(node)) is not None:
+                nodes[by.unit].append(node)
+        wanted: dict[tuple[int, int, bool], tuple[str, tuple[str, ...]]] = {}
+        names: dict[tuple[int, int, bool], str] = {}
+        for replica in sorted({each.replica for each in self.reductions}):
+            for number, bucket in enumerate(self.plans[replica].buckets):
+                unit, is_scattered = f"{replica}.{number}", bucket.key.reduction.is_scattered
+                _check_bucket(bucket, nodes[unit], after)
+                for position, member in enumerate(bucket.members):
+                    for is_state in (False, True):
+                        of = replica, member.gradient.index, is_state
+                        wanted[of] = unit, () if is_state or is_scattered else (str(position),)
+                        names[of] = member.label
         found = {use: value for node in graph.nodes for use, value in _reads(node) if use in self.uses}
-        for use, was in self.uses.items():
-            value, wanted = found.get(use), now.get(was)
-            if value is None or wanted is None or (value.target, value.args) != (wanted.target, wanted.args):
-                name = self._name(*self.whose[was])
+        for use, of in self.uses.items():
+            by = provenance_of(found[use]) if use in found else None
+            if by is None or (by.unit, by.members) != wanted.get(of):
+                name = names.get(of, f"index {of[1]}")
                 text = f"pass '{after}' changed where reduced gradients go: {use[0]} no longer reads that of {name}"
                 raise InvalidGraphError(text)
-        memory = {storage: names for node, names in read.items() for storage in storages_of(node)}
-        for node in graph.nodes:
-            if node not in self.nodes and node.target is not UPDATE:
-                for storage in (storage for each in written_by(node) for storage in storages_of(each)):
-                    if storage in memory:
-                        _wrong(after, memory[storage], f"{node.name} writes to memory of its bucket")
 
-    def _bucketed(
-        self, graph: fx.Graph, left: Mapping[fx.Node, fx.Node], after: str, read: dict[fx.Node, str]
-    ) -> dict[fx.Node, fx.Node]:
-        """What each reduction has become that is not left, and each tensor of a hook's state."""
-        now: dict[fx.Node, fx.Node] = {}
-        for replica, reductions in sorted(by_replica(self.reductions, self.plans).items()):
-            for number, bucket in enumerate(self.plans[replica].buckets):
-                parts, unit = parts_of(bucket, reductions), f"{replica}.{number}"
-                if any(part.reduction.node not in left for part in parts):
-                    first = parts[0].reduction.node
-                    ops = _Written(graph, first, unit, parts, self.states, {}, iter(()), False)
-                    ops.checks, ops.after, ops.read, ops.now = self, after, read, now
-                    now |= reduced_by(ops, bucket) | ops.remembered
-        return now
 
-    def _name(self, replica: int, index: int) -> str:
-        gradients = self.plans[replica].gradients if replica < len(self.plans) else ()
-        return next((each.name for each in gradients if each.index == index), f"index {index}")
+def _check_bucket(bucket: Bucket, nodes: Sequence[fx.Node], after: str) -> None:
+    """That a bucket is filled once and launched once for each stage, on the right group."""
+    names = " .. ".join(dict.fromkeys((bucket.members[0].label, bucket.members[-1].label)))
+    filled = [(list(node.args[3]), node.args[4]) for node in nodes if node.target is FLAT_BUCKET]  # type: ignore[arg-type]
+    planned = [member.offset for member in bucket.members], bucket.numel
+    if filled != [planned]:
+        _wrong(after, names, f"its bucket is filled at {filled}, planned once {planned}")
+    groups = [str(node.args[-1]) for node in filter(is_collective, nodes)]
+    if groups != [stage.group for stage in bucket.key.reduction.stages]:
+        _wrong(after, names, f"its bucket is launched on {groups}, planned is {bucket.key.reduction.stages}")
+
+
+def _wrong(after: str, name: str, what: str) -> NoReturn:
+    raise InvalidGraphError(f"pass '{after}' changed what is reduced: the gradient of {name}: {what}")
 
 
 def _outputs(graph: fx.Graph) -> list[str]:
@@ -161,10 +129,6 @@ def _orders(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     for node in filter(is_collective, graph.nodes):
         orders.setdefault(str(node.args[-1]), []).append(node)
     return orders
-
-
-def _wrong(after: str, name: str, what: str) -> NoReturn:
-    raise InvalidGraphError(f"pass '{after}' changed what is reduced: the gradient of {name}: {what}")
 
 
 def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
@@ -188,78 +152,3 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
 
     map_arg(arguments, note)
     return found
-
-
-def _sources(grad: fx.Node, gradient: GradientSpec) -> dict[fx.Node, tuple[int, ...]]:
-    """A gradient, and what it is a view of; also what it was cast from, if that has the dtype of the wire."""
-    found, wire = {grad: gradient.stride}, gradient.key.reduction.wire
-    while is_view(grad) or is_cast(grad):
-        source = grad.all_input_nodes[0]
-        stride = stride_before(grad, source, found[grad]) if is_view(grad) else found[grad]
-        if stride is None or (is_cast(grad) and (wire is None or source.meta["val"].dtype != dtype_of(wire))):
-            break
-        found[source], grad = stride, source
-    return found
-
-
-def _factor_in(node: fx.Node) -> tuple[Any, ...]:
-    """Where a node takes in a factor (`bucketing.fold_factor`)."""
-    position = SCATTERED.get(node.target)
-    return node.target, None if position is None else node.args[position], *map(node.kwargs.get, ("beta", "alpha"))
-
-
-class _Written(GraphOps):
-    """Finds in a graph what `GraphOps` would make.
-
-    `read`: collects the nodes, with the names of their gradients. `now`: what the reductions of earlier buckets have
-    become, which later gradients may be made of.
-    """
-
-    checks: Checks
-    after: str
-    read: dict[fx.Node, str]
-    now: Mapping[fx.Node, fx.Node]
-
-    @property
-    def names(self) -> str:
-        return " .. ".join(dict.fromkeys((self.parts[0].member.label, self.parts[-1].member.label)))
-
-    def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        first, *others = _nodes_in(arguments)
-        found = [
-            each
-            for each in first.users
-            if each.target is target and _plain(each.args) == _plain(arguments) and self._is_of(each, members)
-        ]
-        launches = list(filter(is_collective, first.users))
-        if not found or (found[0] in launches and len(launches) > 1):
-            there = ", ".join(f"{each.target}{each.args[1:]}" for each in first.users if each.target is target)
-            wanted = f"once {target}{arguments[1:]} of {first.name}, found {there or 'none'}"
-            _wrong(self.after, self.names, f"the bucket needs {wanted}")
-        self.read.update(dict.fromkeys((first, *others, found[0]), self.names))
-        return found[0]
-
-    def _is_of(self, node: fx.Node, members: tuple[str, ...]) -> bool:
-        """Two gradients may be made of one tensor: each is copied, by calls with equal arguments."""
-        by = provenance_of(node)
-        return by is None or (by.unit == self.unit and (not members or by.members == members))
-
-    def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
-        for source, stride in self.checks.sources[part.reduction.node].items():
-            source = self.now.get(source, source)
-            for user in source.users:
-                by = provenance_of(user)
-                if user.target is FLAT_BUCKET and by is not None and by.unit == self.unit:
-                    is_folded = _factor_in(source) != self.checks.factors.get(source, _factor_in(source))
-                    return source, 1.0 if is_folded else scale, stride
-        _wrong(self.after, part.member.label, "became not reduced: it is in no bucket")
-
-
-def _plain(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments of a call; of a bucket, without what its gaps hold and without defaults."""
-    plain = [list(each) if isinstance(each, (list, tuple)) else each for each in arguments]
-    if len(plain) > 5 and isinstance(plain[5], bool):
-        plain[5] = False
-    while plain and plain[-1] in (None, False):
-        plain.pop()
-    return plain

@@ -19,7 +19,6 @@ class Backend:
     device: str = "cpu"  # the type of device on which it reduces
     averages: bool = False  # reduces with `ReduceOp.AVG`
     scatters: bool = False  # its reduce-scatter sends half of what its all-reduce sends
-    coalesces_in_place: bool = False  # reduces several tensors in one launch, and does not copy them into one
     lanes: int = 1  # how many collectives of a group it carries at a time, which share the network
     equal_bits: bool = False  # every rank gets the same bits of a sum
     on_stream: bool = False  # on a stream of the device: the host does not wait, and events time collectives
@@ -38,13 +37,12 @@ GLOO: Final = Backend("gloo", lanes=2, equal_bits=True)
 
 # torch's `ProcessGroupNCCL`, which torch 2.14 and later call `nccl-legacy`.
 NCCL: Final = Backend(
-    "nccl", "cuda", averages=True, scatters=True, coalesces_in_place=True, equal_bits=True, on_stream=True,
-    bf16_compress=True, inside="nvlink4", between="infiniband-ndr",
+    "nccl", "cuda", averages=True, scatters=True, equal_bits=True, on_stream=True, bf16_compress=True,
+    inside="nvlink4", between="infiniband-ndr",
 )  # fmt: skip
 
-# `nccl2` in torch 2.14, `nccl` in 2.15. Its `allreduce_coalesced` launches one collective for each tensor where no
-# coalescing window is open (`ProcessGroupNCCL.cpp`, read at 02327c9).
-NCCL2: Final = replace(NCCL, name="nccl2", coalesces_in_place=False)
+NCCL2: Final = replace(NCCL, name="nccl2")
+"""`nccl2` in torch 2.14, `nccl` in 2.15."""
 
 FAKE: Final = Backend("fake", simulated=True)
 """torch's `FakeProcessGroup`, which reduces nothing."""

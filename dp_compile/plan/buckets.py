@@ -8,7 +8,6 @@ backward was compiled or not.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections import defaultdict
@@ -68,14 +67,10 @@ class GradientSpec:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A gradient of a bucket.
-
-    `offset`: where it starts in the bucket's flat memory, in elements. `None`: uncoalesced, it is reduced in the memory
-    that it was computed in.
-    """
+    """A gradient of a bucket. `offset`: where it starts in the bucket's memory, in elements."""
 
     gradient: GradientSpec
-    offset: int | None
+    offset: int
 
     @property
     def numel(self) -> int:
@@ -95,16 +90,9 @@ class Member:
         return self.gradient.key.reduction.loads(self.nbytes, self.gradient.sent)
 
 
-class Place(NamedTuple):
-    """Where a member lies: in which of the bucket's tensors, and how many elements from its start."""
-
-    tensor: int
-    offset: int
-
-
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced by one collective: those in its flat memory, and the uncoalesced ones."""
+    """Gradients that are reduced together, in one flat tensor."""
 
     key: BucketKey
     members: tuple[Member, ...]
@@ -112,8 +100,9 @@ class Bucket:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat memory: with the gaps between members, and what makes it divide evenly into parts."""
-        return self._evenly(max((m.offset + m.numel for m in self.members if m.offset is not None), default=0))
+        """Its elements: with the gaps between members, and what makes it divide evenly into parts."""
+        multiple_of = self.key.reduction.multiple_of
+        return -(-max(member.offset + member.numel for member in self.members) // multiple_of) * multiple_of
 
     @property
     def nbytes(self) -> int:
@@ -123,43 +112,14 @@ class Bucket:
     @property
     def padding_nbytes(self) -> int:
         """Bytes that are reduced although no gradient lies there."""
-        together = sum(member.numel for member in self.members if member.offset is not None)
-        return (self.numel - together) * self.members[0].gradient.itemsize
-
-    @cached_property
-    def tensor_numels(self) -> tuple[int, ...]:
-        """Elements of each tensor that the collective carries: the flat memory, if any, then uncoalesced members."""
-        alone = tuple(self._evenly(member.numel) for member in self.members if member.offset is None)
-        return alone if len(alone) == len(self.members) else (self.numel, *alone)
-
-    def _evenly(self, numel: int) -> int:
-        multiple_of = self.key.reduction.multiple_of
-        return -(-numel // multiple_of) * multiple_of
-
-    @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """Where each member lies among `tensor_numels`, in the order of the members."""
-        alone = itertools.count(len(self.tensor_numels) - sum(member.offset is None for member in self.members))
-        return tuple(
-            Place(next(alone), 0) if member.offset is None else Place(0, member.offset) for member in self.members
-        )
-
-    @cached_property
-    def members_of_tensors(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the members that lie in each of `tensor_numels`."""
-        members: list[list[int]] = [[] for _ in self.tensor_numels]
-        for number, place in enumerate(self.places):
-            members[place.tensor].append(number)
-        return tuple(map(tuple, members))
+        return (self.numel - sum(member.numel for member in self.members)) * self.members[0].gradient.itemsize
 
     def __str__(self) -> str:
         names = [member.label for member in self.members]
         gradients = [name for name in names if name != UNUSED_FLAGS]
         span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
         flags = " + flags" if gradients and len(gradients) < len(names) else ""
-        alone = sum(member.offset is None for member in self.members)
         notes = [self.reason]
-        notes += [f"{alone} of {len(names)} in memory of their own"] if alone else []
         notes += [f"{format_bytes(self.padding_nbytes)} padding"] if self.padding_nbytes else []
         return (
             f"{format_bytes(self.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
@@ -265,23 +225,18 @@ class Layout:
     """How members lie in their buckets.
 
     A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its size
-    rounded up to a power of two, so that small gradients are not mostly padding. `uncoalesced` gradients, by name, keep
-    their own memory, unless ranks keep parts of their bucket or a Python hook takes the whole of it. Such a hook
-    finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
+    rounded up to a power of two, so that small gradients are not mostly padding. A Python hook finds no padding: hooks
+    of torch's DDP cut the buffer by the sizes of its gradients.
     """
 
     alignment_bytes: int
-    uncoalesced: frozenset[str] = frozenset()
 
     def bucket(self, key: BucketKey, gradients: Iterable[GradientSpec], reason: str) -> Bucket:
         """A bucket with its members one after the other, in the given order; `reason`: why it ends with the last."""
         members: list[Member] = []
-        end, is_called = 0, key.reduction.hook == CALLED
+        end = 0
         for gradient in gradients:
-            if gradient.name in self.uncoalesced and not (key.reduction.is_scattered or is_called):
-                members.append(Member(gradient, None))
-                continue
-            step = 1 if is_called else self._step(gradient)
+            step = 1 if key.reduction.hook == CALLED else self._step(gradient)
             members.append(Member(gradient, -(-end // step) * step))
             end = -(-end // step) * step + gradient.numel
         return Bucket(key, tuple(members), reason)
@@ -358,17 +313,4 @@ def plan_buckets(
         reason = f"reached the {which}cap of {cap_mb:g} MiB" if is_full else "last of its key"
         buckets.append(layout.bucket(key, members, reason))
         past_first.add(key)
-    return BucketPlan(tuple(buckets))
-
-
-def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
-    """Each gradient for itself, in the given order: what runs when no pass makes buckets.
-
-    Row by row in any memory order of the parameter, as the op does that is left in the graph then.
-    """
-    buckets = []
-    for gradient in gradients:
-        steps = itertools.accumulate(gradient.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1)
-        rows = replace(gradient, stride=tuple(steps)[::-1] if gradient.shape else ())
-        buckets.append(PACKED.bucket(gradient.key, [rows], "no bucketing"))
     return BucketPlan(tuple(buckets))

@@ -91,8 +91,6 @@ def why_not_left(bucket: Bucket) -> str:
         return "a comm hook goes on after its collectives"
     if len(reduction.stages) > 1:
         return "its reduction has several stages"
-    if len(bucket.tensor_numels) > 1:
-        return "its gradients are reduced in memory of their own"
     if all(member.gradient.name == UNUSED_FLAGS for member in bucket.members):
         return "flags have to be known when the backward ends"
     return ""

@@ -145,7 +145,7 @@ def plan_optimal(
     `gradients` may be in any order; equally ready ones are launched in it.
     """
     ordered = sorted(gradients, key=times.of)
-    members = [Member(gradient, None) for gradient in ordered]
+    members = [Member(gradient, 0) for gradient in ordered]  # where they lie does not count
     backward_s = backward_seconds(members, times, cost)
     partition, certificate = robust_partition(
         ready_gradients(members, times, backward_s), cost=cost, backward_s=backward_s

@@ -56,9 +56,7 @@ def _reduce_by(replica: Replica, group: Group, *, replans: bool) -> None:
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     planning = None
     if replans:
-        module = replica.module.outline.root()
-        assert module is not None
-        planning = make_plan(module, gradients, group, replica.config, replica.planning.passes, replica.planning.units)
+        planning = make_plan(gradients, group, replica.config, replica.planning.units)
         replica.planning.layout = planning.layout
     replica.group = group
     if planning is None or _keeps_buckets(replica.plan, gradients):

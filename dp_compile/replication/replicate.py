@@ -23,7 +23,6 @@ from dp_compile.config import (
     NOMINAL,
     ReplicateConfig,
     check_parameters_every,
-    has_address,
     link_source,
 )
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
@@ -39,8 +38,6 @@ from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.result import GraphPass
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import (
     ForwardCheck,
@@ -94,7 +91,6 @@ def replicate(
     static_graph: bool | None = None,
     gradient_as_bucket_view: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     config: ReplicateConfig | None = None,
 ) -> ModuleT:
@@ -110,7 +106,7 @@ def replicate(
 
     Parts of a model with other options, as with `fully_shard`: call `replicate` on a part first, with its options, then
     on the module around it, which leaves out the part's parameters and buffers. Each keeps its policy, hook, factor and
-    plan; a backward through several is one graph if their passes and backends are equal. `no_sync`,
+    plan; a backward through several is one graph if their backends are equal. `no_sync`,
     `set_requires_gradient_sync`, `join` and `warmup` of the whole reach its parts; `report`, `unreplicate`,
     `register_comm_hook`, `set_gradient_divide_factor` and `in_backward` are each module's own.
 
@@ -131,7 +127,6 @@ def replicate(
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
         gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, as for `fully_shard` of the installed torch.
-        passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, or a policy of
             `torch.distributed.fsdp.wrap`.
         config: all options in one value; an argument given here wins over its field.
@@ -159,7 +154,6 @@ def replicate(
         process_group=process_group,
         device_mesh=device_mesh,
         ignored_modules=ignored_modules,
-        passes=passes,
         bucket_policy=bucket_policy,
         config=config,
     )
@@ -172,7 +166,6 @@ class _Request:
     meeting: Meeting
     config: ReplicateConfig
     bucket_policy: BucketPolicy | None
-    passes: tuple[GraphPass, ...]
     ignored: frozenset[nn.Module]
     needs_values: bool
     keeps_class: bool
@@ -186,7 +179,6 @@ def replicate_module(
     device_mesh: DeviceMesh | None = None,
     config: ReplicateConfig | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     needs_values: bool = True,
     keeps_class: bool = False,
@@ -230,7 +222,6 @@ def replicate_module(
             meeting,
             options,
             bucket_policy,
-            _check_passes(DEFAULT_PASSES if passes is None else passes),
             check_ignored(ignored_modules) | parts,
             needs_values,
             keeps_class,
@@ -287,21 +278,6 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
                 "reducer. Leave it at its default, True."
             )
     return options
-
-
-def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
-    chosen = tuple(passes) if isinstance(passes, Iterable) else (passes,)
-    for graph_pass in chosen:
-        if not isinstance(graph_pass, GraphPass):
-            kind = type(graph_pass).__name__
-            raise ConfigError(f"passes must hold graph passes (name, realises_plan, __call__), got {kind}.")
-        if has_address(graph_pass):
-            raise ConfigError(
-                f"pass {graph_pass.name} has the repr {graph_pass!r}, with an address that is another on each rank: "
-                "ranks compare passes, and compiled code is kept, by repr. Make it a frozen dataclass, with fields "
-                "whose repr says their value."
-            )
-    return chosen
 
 
 def options_of_torch(
@@ -391,7 +367,7 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
     group = dataclasses.replace(group, averaging=averaging, levels=meeting.group.levels)
     gradients, policy = gradient_specs(parameters, names, group, sparse), request.bucket_policy
     units = None if policy is None else units_of(target.module, policy, target.left_alone)
-    planning = make_plan(target.module, gradients, group, config, request.passes, units)
+    planning = make_plan(gradients, group, config, units)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -407,7 +383,6 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
         config=config,
         plan=planning.planned.plan,
         planning=PlanState(
-            passes=request.passes,
             ready=planning.ready,
             strategy=planning.strategy,
             certificate=planning.planned.certificate,
@@ -440,7 +415,6 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "options": dataclasses.asdict(replica.config) | {"mp_policy": repr(replica.config.mp_policy)},
         CHECK_VARIABLE: check_parameters_every(),
         LINK_VARIABLE: link_source(),
-        "passes": [repr(graph_pass) for graph_pass in replica.planning.passes],
         "plan": replica.plan.signature(),
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,19 +15,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_compile._torch import autograd, compiler, inductor
 from dp_compile.config import ReplicateConfig
+from dp_compile.engine.events import CAPTURED, Compilation, Observer, observers_of
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import last_name, type_text
 from dp_compile.insight.observe import report
-from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.reduction import REDUCE_GRAD
-from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import link as link_of
 from dp_compile.plan.cost import ring_or_tree
 from dp_compile.plan.words import count, format_bytes
+from dp_compile.replication.module import replica_of
 from dp_compile.replication.replicate import replicate_module, unreplicate
 from dp_compile.testing.golden import assert_text
 from dp_compile.testing.training import Training
@@ -56,7 +54,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SeenBackward:
-    """A captured backward; `copied`: a line for each gradient that is copied, with the reason."""
+    """A captured backward; `copied`: a line for each gradient that is copied."""
 
     plan: BucketPlan
     plan_text: str
@@ -138,7 +136,6 @@ def backward_of(
     if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)
     recorder = _Recorder()
-    passes = (*(DEFAULT_PASSES if training.passes is None else training.passes), recorder)
     with contextlib.ExitStack() as exits:
         for each in (torch.random.fork_rng(devices=[]), fresh_compiler(), inductor.generated_anew()):
             exits.enter_context(each)
@@ -147,7 +144,8 @@ def backward_of(
         with torch.device(on):
             model = training.model().to(on)
         batch = autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
-        replicate_module(model, {}, config=config, needs_values=False, **(training.options | {"passes": passes}))
+        replicate_module(model, {}, config=config, needs_values=False, **training.options)
+        observers_of(replica_of(model)).append(recorder)
         exits.callback(unreplicate, model)
         return _seen(training, config, model, batch, recorder)
 
@@ -192,12 +190,12 @@ def _seen(
         )
     record = found.captures[-1]
     graphs = recorder.graphs[-record.graphs :]
-    copied = [each for each in record.placements if each.copied is not None and each.gradient != UNUSED_FLAGS]
+    copied = [each for each in record.placements if each.is_copied and each.gradient != UNUSED_FLAGS]
     texts, collectives, nbytes = zip(*graphs, strict=True)
     traced, graphs_made = (later - before for later, before in zip(end, start, strict=True))
     copied_nbytes = sum(each.nbytes for each in copied) if config.backend == "inductor" else None
     counts = Counts(sum(collectives), sum(nbytes), graphs_made, traced, sum(end) - sum(first), copied_nbytes)
-    lines = tuple(f"{each.gradient}, {format_bytes(each.nbytes)}: {each.copied}" for each in copied)
+    lines = tuple(f"{each.gradient}, {format_bytes(each.nbytes)}" for each in copied)
     return SeenBackward(found.plan, plan_text(found.plan), "".join(texts), counts, lines)
 
 
@@ -207,9 +205,7 @@ def plan_text(plan: BucketPlan) -> str:
     lines = [f"{count(len(plan.buckets), 'bucket')}, {count(len(gradients), 'gradient')}, {plan.nbytes:,} bytes"]
     for number, bucket in enumerate(plan.buckets):
         key = f"{bucket.key.dtype} {bucket.key.reduction.reduce_op}"
-        outside = sum(member.offset is None for member in bucket.members)
-        note = f", {outside} outside the flat memory" if outside else ""
-        lines.append(f"{number}: {bucket.nbytes:,} bytes, {key}, {_span(bucket)}{note}")
+        lines.append(f"{number}: {bucket.nbytes:,} bytes, {key}, {_span(bucket)}")
     return "\n".join(lines) + "\n"
 
 
@@ -220,28 +216,34 @@ def _span(bucket: Bucket) -> str:
     return f"{count(len(labels), 'gradient')}: {' + '.join([' .. '.join(ends), *flags])}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorder:
-    """The last pass: it changes nothing and keeps what it is shown.
+class _Recorder(Observer):
+    """Keeps the text of each compiled graph after the last pass, its collectives, and bytes that they are given."""
 
-    No two are equal: a compile cache that knew this pass would skip it, and it would record nothing.
-    """
+    def __init__(self) -> None:
+        self.graphs: list[tuple[str, int, int]] = []
 
-    number: int = field(default_factory=itertools.count().__next__)
-    graphs: list[tuple[str, int, int]] = field(default_factory=list, repr=False, compare=False)
-    """Of each its text, collectives, and bytes that they are given."""
-    name: ClassVar[str] = "recorder"
-    realises_plan: ClassVar[bool] = False
+    def compilation(self, begun: Compilation) -> _Recording:
+        return _Recording(self.graphs, begun.plans)
 
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        launches = [node for node in graph.nodes if is_collective(node) or node.target is REDUCE_GRAD]
-        nbytes = 0
-        for node in launches:
-            if node.target is REDUCE_GRAD or provenance_of(node) is not None:
-                given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-                nbytes += sum(each.meta["val"].nbytes for each in given)
-        self.graphs.append((_graph_text(graph, plans), len(launches), nbytes))
-        return PassResult(changed=False)
+
+class _Recording:
+    def __init__(self, graphs: list[tuple[str, int, int]], plans: Sequence[BucketPlan]) -> None:
+        self.graphs, self.plans = graphs, plans
+        self.latest: tuple[str, int, int] | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.graphs += [self.latest] if self.latest is not None else []
+
+    def stage(self, name: str, graph: fx.Graph) -> None:
+        if name == CAPTURED:  # as Dynamo leaves it, without values
+            return
+        launches = list(filter(is_collective, graph.nodes))
+        given = (node.all_input_nodes[0] for node in launches if provenance_of(node) is not None)
+        self.latest = _graph_text(graph, self.plans), len(launches), sum(each.meta["val"].nbytes for each in given)
+
+    def code(self, graph: fx.Graph, code: str) -> None: ...
 
 
 def _name(node: fx.Node) -> str:

@@ -11,7 +11,6 @@ from torch import nn
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.passes.result import GraphPass
 from dp_compile.replication.selection import BucketPolicy
 
 
@@ -29,9 +28,8 @@ class Training:
         make_batch: the batch of a rank and a step, by position: values should differ by both, shapes need not.
         loss_fn: `loss_fn(model, batch)` is the scalar loss.
         make_optimizer: of the parameters; without it SGD with a learning rate of 0.1 and momentum 0.9.
-        config: of `replicate`, as are the following three. `backend` is not read: each check has an argument for it.
+        config: of `replicate`, as is the following one. `backend` is not read: each check has an argument for it.
         bucket_policy: which modules share buckets.
-        passes: passes over the captured backward instead of the default ones.
     """
 
     make_model: Callable[[], nn.Module]
@@ -40,7 +38,6 @@ class Training:
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd
     config: ReplicateConfig = field(default_factory=ReplicateConfig)
     bucket_policy: BucketPolicy | None = None
-    passes: tuple[GraphPass, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,7 +50,7 @@ class Training:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"bucket_policy": self.bucket_policy, "passes": self.passes}
+        return {"bucket_policy": self.bucket_policy}
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)

@@ -229,7 +229,7 @@ def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         return compiled_autograd.compiled_autograd_enabled, torch._C._is_multithreading_enabled(), compiler
 
     before = settings(), switches()
-    first, second = Twin(mlp(), bucket_cap_mb=1.0), Twin(mlp(layers=3), passes=())
+    first, second = Twin(mlp(), bucket_cap_mb=1.0), Twin(mlp(layers=3))
     for twin in (first, second):
         twin.step(batch())
     assert (settings(), switches()) == before

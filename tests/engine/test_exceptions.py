@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
 import dp_compile
-from dp_compile._torch import inductor, optim, pairs
+from dp_compile._torch import inductor, optim
 from dp_compile.engine import compile as compilation
 from dp_compile.optim import shard as sharded
 from dp_compile.passes.reduction import EagerOps
@@ -184,7 +184,6 @@ STAGES: dict[str, Stage] = {
     "in an op between launches": lambda model, output: nullcontext(),
     "at a launch": lambda model, output: patched(EagerOps, "launch"),
     "in a wait": lambda model, output: patched(EagerOps, "wait"),
-    "in a wait for a pair": lambda model, output: patched(pairs.Pairs, "wait"),
     "behind the last wait": lambda model, output: patched(compilation.CompiledBackward, "_settle"),
     "in the update": lambda model, output: patched(optim, "step_without_hooks"),
     "in a gather": lambda model, output: patched(sharded, "launch_gather"),
@@ -199,7 +198,6 @@ AT_FIRST = ("in the capture", "in the compiler")
 KINDS_OF = {
     "in the update": ("in_backward", "shard"),
     "in a gather": ("shard",),
-    "in a wait for a pair": ("int8", "shard", "two_levels"),
 }
 LATER = {"at a launch": 1, "in a gather": 1}
 """How often the stage has passed before."""
@@ -354,7 +352,6 @@ SPANNING = [
     Cell("in an op between launches", "shard", "captured", True, KeyboardInterrupt),
     Cell("at a launch", "bf16", "hooks", False),
     Cell("in a wait", "shard", "hooks", False),
-    Cell("in a wait for a pair", "int8", "hooks", True),
     Cell("behind the last wait", "capped", "captured", False),
     Cell("in the update", "in_backward", "captured", False),
     Cell("in the update", "shard", "hooks", False),

@@ -130,7 +130,7 @@ def reductions(
     parts = st.sampled_from([""] if find_unused or not trained else [""] * 3 + ["head", *trained])
     # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by. Few cases are run on four ranks.
     has_hook = st.sampled_from([False] * (1 if world_size == 4 else 3) + [True])
-    if buckets != "no passes" and not levels and draw(has_hook):
+    if not levels and draw(has_hook):
         # Casts less often: what they round is more than what eight bits lose, and hides it.
         compute = draw(st.sampled_from(["", "", "bfloat16"])) if is_cast else ""
         hook = {
@@ -141,11 +141,7 @@ def reductions(
     if not levels and draw(st.sampled_from([False] * 9 + [True])):
         return {"comm_hook": draw(st.sampled_from(fuzzing.TORCH_HOOKS)), "compute": draw(computes), "part": draw(parts)}
     if (part := draw(parts)) and draw(st.booleans()):
-        by = draw(
-            st.sampled_from(
-                ["hook", "hook", *fuzzing.WIRES] if buckets != "no passes" and not levels else fuzzing.WIRES
-            )
-        )
+        by = draw(st.sampled_from(fuzzing.WIRES if levels else ["hook", "hook", *fuzzing.WIRES]))
         divisors = {} if by == "hook" else {"divides": draw(st.sampled_from([(), (3.0,), (0.7, 5.0)]))}
         wire = draw(st.sampled_from(["", *(each for each in fuzzing.WIRES if each != by)]))
         return {"levels": levels, "part": part, "part_by": by, "wire": wire, "compute": draw(computes), **divisors}
@@ -162,7 +158,7 @@ def reductions(
 def updates(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], part: str, *, levels: bool) -> dict[str, Any]:
     """Which optimizer steps, and where."""
     adamw, has_gaps = draw(st.booleans()), "layouts" in {block.kind for block in blocks}
-    can_shard = buckets != "no passes" and not levels and not has_gaps
+    can_shard = not levels and not has_gaps
     update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
     if update:
         return {"adamw": adamw, "update": update, "max_norm": draw(st.sampled_from([None, 0.05]))}
@@ -182,7 +178,7 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     fewest_rows = 2 if kinds & NEEDS_TWO_ROWS else 1 if kinds & NEEDS_A_ROW else draw(st.sampled_from([1, 1, 0]))
     buckets = draw(st.sampled_from(list(fuzzing.BUCKETS)))
     reduction = draw(reductions(buckets, blocks, world_size, find_unused=find_unused))
-    wrapper = buckets not in ("per module", "no passes") and not reduction.get("levels") and draw(st.booleans())
+    wrapper = buckets != "per module" and not reduction.get("levels") and draw(st.booleans())
     compiled = draw(st.sampled_from(["model", "model", "head", "nothing", *fuzzing.COMPILED]))
     broadcast_buffers = draw(st.sampled_from([True, True, False]))
     in_backward = bool(reduction.get("update"))

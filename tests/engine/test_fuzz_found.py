@@ -72,20 +72,6 @@ def test_a_forward_is_compiled_late_in_an_accumulation(ranks: Ranks) -> None:
     assert_equal(ranks, case)
 
 
-def test_memory_order_without_passes(ranks: Ranks) -> None:
-    """Rank 0 took part with zeros row by row, rank 1 with a gradient in channels_last: they were added up crosswise."""
-    case = FuzzCase(
-        blocks=(BlockSpec("conv", hidden=5),),
-        width=6,
-        steps=(Step((Micro((3, 4), way=(1, 0)),)),),
-        ways=((), (0,)),
-        compiled="head",
-        buckets="no passes",
-        find_unused=True,
-    )
-    assert_equal(ranks, case)
-
-
 def test_a_hook_that_remembers_something_of_a_parameter_without_elements(ranks: Ranks) -> None:
     """Nobody uses what an empty state becomes: it was taken out of the graph, and the hook asked for it."""
     steps = (Step((Micro((3, 2)),)),)

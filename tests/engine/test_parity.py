@@ -5,7 +5,6 @@ Each model and each way to train once; `tests/harness/parity.py` has all options
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import Case, not_compiled, train_both
-from plans import uncoalesced
 from torch import nn
 
 import dp_compile
@@ -110,7 +108,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gradients kept": KEPT,
     "accumulation": {"micro_steps": 3},
     "bf16 autocast": {"autocast": True, "rtol": 2e-2, "atol": 2e-3},
-    "no passes": {"options": {"passes": ()}},
     "small buckets": SMALL,
     "inductor": SMALL | INDUCTOR | {"set_to_none": lambda step: step % 2 == 0},
     "eager, accumulation": EAGER | {"micro_steps": 3},
@@ -132,7 +129,6 @@ def run_case(kind: str, variant: str, **changes: Any) -> Report:
     ("kind", "variant"),
     [
         ("mlp", "accumulation"),
-        ("mlp", "no passes"),
         ("gpt with tied weights", "bf16 autocast"),
         ("gpt with tied weights", "small buckets"),
         ("convnet in channels_last", "gradients kept"),
@@ -163,16 +159,15 @@ def test_eager_hooks(ranks: Ranks, variant: str) -> None:
 class LateWork:
     """A collective whose result is there when it is waited for, not before."""
 
-    tensors: list[torch.Tensor]
+    tensor: torch.Tensor
 
     def wait(self) -> None:
-        for tensor in self.tensors:
-            tensor.fill_(3.0)
+        self.tensor.fill_(3.0)
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_eager_hooks_wait_for_their_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EagerOps, "launch", lambda ops, stage, tensors: Launched(tensors, LateWork(tensors)))
+    monkeypatch.setattr(EagerOps, "launch", lambda ops, stage, tensor: Launched(tensor, LateWork(tensor)))
     model = dp_compile.replicate(MLP(), bucket_cap_mb=1e-6, check_reductions=False)
     model(*vectors(0, 0)).square().mean().backward()
     for parameter in model.parameters():
@@ -185,9 +180,9 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
     """As captured code does on another rank: the last module first, in whichever order gradients are complete."""
     launched: list[int] = []
 
-    def launch(ops: EagerOps, stage: Stage, tensors: list[torch.Tensor]) -> Launched:
-        launched.append(tensors[0].numel())
-        return Launched(tensors, LateWork(tensors))
+    def launch(ops: EagerOps, stage: Stage, tensor: torch.Tensor) -> Launched:
+        launched.append(tensor.numel())
+        return Launched(tensor, LateWork(tensor))
 
     monkeypatch.setattr(EagerOps, "launch", launch)
     first, last = nn.Linear(2, 2), nn.Linear(3, 3)
@@ -196,17 +191,10 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
     # The engine begins with what was computed last.
     (last(torch.ones(1, 3)).sum() + first(torch.ones(1, 2)).sum()).backward()
     plans = [dp_compile.report(model).plan for model in (last, first)]
-    assert launched == [bucket.tensor_numels[0] for plan in plans for bucket in plan.buckets]
+    assert launched == [bucket.numel for plan in plans for bucket in plan.buckets]
 
 
-LAYOUTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "flat": contextlib.nullcontext,
-    "grouped": uncoalesced,
-    "half of them flat": lambda: uncoalesced(2),
-}
-
-
-def run_one_rank_eagerly(layout: str) -> dict[str, int]:
+def run_one_rank_eagerly() -> dict[str, int]:
     """Rank 1 cannot capture each second of its backwards; the collectives still fit together."""
     calls: list[int] = []
 
@@ -215,13 +203,11 @@ def run_one_rank_eagerly(layout: str) -> dict[str, int]:
         torch.compiler.set_stance("force_eager" if calls[-1] == 1 and len(calls) % 4 == 3 else "default")
         return output.square().mean()
 
-    with LAYOUTS[layout]():
-        return dict(run_case("convnet in channels_last", "compiled", loss=loss).backwards)
+    return dict(run_case("convnet in channels_last", "compiled", loss=loss).backwards)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, layout: str) -> None:
-    first, second, *_ = ranks.run(run_one_rank_eagerly, layout)
+def test_one_rank_captures_and_the_other_does_not(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(run_one_rank_eagerly)
     assert first == {"captured": 4}
     assert second == {"captured": 2, "eager hooks": 2}
 

@@ -354,7 +354,7 @@ def run_buffers() -> tuple[list[dict[str, int]], str, dict[str, torch.Tensor]]:
             plain(side, number)
 
     report = beside(WithBuffers, step, config=AOT)
-    return calls, str([record.passes for record in report.captures]), state
+    return calls, str([record.refusals for record in report.captures]), state
 
 
 def test_buffers_are_copied_coalesced_and_outside_the_captured_graph(ranks: Ranks) -> None:

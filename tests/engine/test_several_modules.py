@@ -24,7 +24,6 @@ from dp_compile._torch.compiler import captures
 from dp_compile.decentralized import decentralize
 from dp_compile.errors import DPCompileError
 from dp_compile.insight.report import Report
-from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
 
 # --- other modules on other ranks --------------------------------------------------------------------------------
@@ -61,10 +60,7 @@ def test_ranks_that_reduce_different_modules_together(ranks2: Ranks, way: str) -
 
 # --- modules of different kinds in one backward --------------------------------------------------------------------
 
-SECOND: dict[str, dict[str, Any]] = {
-    "other passes": {"passes": DEFAULT_PASSES[:1]},
-    "torch's DDP": {},
-}
+SECOND = {"another backend": dp_compile.ReplicateConfig(), "torch's DDP": None}
 
 
 def run_kinds(kind: str) -> dict[str, int]:
@@ -74,7 +70,9 @@ def run_kinds(kind: str) -> dict[str, int]:
     theirs = [DistributedDataParallel(copy.deepcopy(each)) for each in ours]
     first, of_torch = dp_compile.replicate(ours[0], config=AOT), kind == "torch's DDP"
     second: nn.Module = (
-        DistributedDataParallel(ours[1]) if of_torch else dp_compile.replicate(ours[1], config=AOT, **SECOND[kind])
+        DistributedDataParallel(ours[1])
+        if of_torch
+        else dp_compile.replicate(ours[1], **{"config": AOT} | SECOND[kind])
     )
     compiled = torch.compile(first, backend="aot_eager")
     for number in range(3):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensor_parallel_gpt
@@ -36,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 import dp_compile
 from dp_compile import averaging
 from dp_compile.decentralized import decentralize
+from dp_compile.engine import compile as compilation
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -143,6 +145,7 @@ def compare(model: nn.Module, alone: nn.Module, when: str, *, tolerance: float =
             )
 
 
+@mock.patch.object(compilation, "DEFAULT_PASSES", (Reads(), *DEFAULT_PASSES, Reads(last=True)))
 def train(
     plan: str,
     way: str,
@@ -163,7 +166,7 @@ def train(
     dp, ranks, here = dp_of(mesh)
     config = replace(AOT, **options)
     Reads.found.clear()
-    dp_compile.replicate(model, device_mesh=dp, config=config, passes=(Reads(), *DEFAULT_PASSES, Reads(last=True)))
+    dp_compile.replicate(model, device_mesh=dp, config=config)
     if hook is not None:
         model.register_comm_hook(mesh["dp"].get_group(), hook)
     before = facts_of(model)

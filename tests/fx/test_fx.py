@@ -19,7 +19,6 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import (
     ALL_REDUCE,
-    GROUPED_ALL_REDUCE,
     WAIT,
 )
 from dp_compile.fx.storages import is_ordered, written_by
@@ -158,7 +157,7 @@ def traced() -> fx.Graph:
     def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
         y = (x @ w + b).sin().cos()
         one = WAIT(ALL_REDUCE(y, "sum", "0"))
-        first, second = GROUPED_ALL_REDUCE([y * 2, y * 3], "avg", "0")
+        first, second = ops.all_reduce_coalesced([y * 2, y * 3], "avg", "0")
         return [one, WAIT(first), WAIT(second), x.t(), y]
 
     return make_fx(function, tracing_mode="fake")(torch.randn(2, 3), torch.randn(3, 4), torch.randn(4)).graph

@@ -421,7 +421,7 @@ _pair("unused parameters are found", _SPARE, ddp=_UNUSED, train={"inputs": _spar
 _pair("no_sync, 4 backwards a step", train={"micro": 4})
 _pair("gradients kept, set_to_none=False", set_to_none=False)
 _pair("gradients as views of lasting buckets", ddp={"gradient_as_bucket_view": True}, gradient_as_bucket_view=True)
-_pair("convolutions, apart from their bucket", Convolutions)
+_pair("convolutions", Convolutions)
 _pair("channels_last", lambda: Convolutions().to(memory_format=torch.channels_last))
 _pair("tied weights", functools.partial(Net, tied=True))
 _pair("frozen parameters", _frozen)

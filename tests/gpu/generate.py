@@ -184,12 +184,12 @@ def result_of(case: Case) -> dict[str, Any]:
         "buckets": [
             {
                 "stages": [stage.op for stage in bucket.key.reduction.stages],
-                "numels": list(zip(*map(bucket.key.reduction.numels, bucket.tensor_numels), strict=True)),
+                "numels": list(bucket.key.reduction.numels(bucket.numel)),
                 "members": {each.label: [each.offset, each.numel] for each in bucket.members},
             }
             for bucket in record.plan.buckets
         ],
-        "copied": {each.gradient: each.copied for each in record.captures[-1].placements if each.copied},
+        "copied": [each.gradient for each in record.captures[-1].placements if each.is_copied],
     }
     unreplicate(model)
     return result

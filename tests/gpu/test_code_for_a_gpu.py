@@ -57,9 +57,8 @@ def members(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[str, 
     """Of each gradient that lies in a bucket's flat memory: its label and where."""
     for bucket, launch in ((bucket, launch) for bucket, stage, launch in stages(result, code) if stage == 0):
         for label, (offset, numel) in bucket["members"].items():
-            if offset is not None:
-                flat = next(span for span in launch.reads if span.end - span.start >= offset + numel)
-                yield label, Span(flat.storage, flat.start + offset, flat.start + offset + numel)
+            flat = next(span for span in launch.reads if span.end - span.start >= offset + numel)
+            yield label, Span(flat.storage, flat.start + offset, flat.start + offset + numel)
 
 
 def numel(span: Span) -> int:
@@ -129,7 +128,7 @@ def test_launches_and_waits_stand_where_the_passes_put_them(result: dict[str, An
         launches, order, last = launched(code), labels(code), []
         for number, (bucket, stage, launch) in enumerate(stages(result, code)):
             assert launch.name.startswith(bucket["stages"][stage])
-            assert [numel(span) for span in launch.reads] == bucket["numels"][stage]
+            assert [numel(span) for span in launch.reads] == [bucket["numels"][stage]]
             last += [str(number)] if bucket["stages"][stage + 1 :] == [] else []
         waits = [span for call in code.calls if call.kind == WAIT for span in call.reads]
         assert sorted(waits, key=str) == sorted((span for launch in launches for span in launch.writes), key=str)
@@ -183,7 +182,6 @@ def test_what_is_said_to_start_at_16_bytes_does(result: dict[str, Any]) -> None:
 
 def test_the_report_names_copies_out_of_padded_products(generated: generate.Results) -> None:
     """65 and 63 are no multiples of 4. Padded, a product is larger than the gradient, which is cut out of it."""
-    copied = generated["padded"]["copied"]
-    assert {name for name in copied if name != UNUSED_FLAGS} == {"0.weight", "2.weight"}
+    copied = set(generated["padded"]["copied"]) - {UNUSED_FLAGS}
+    assert copied == {"0.weight", "2.weight"}
     assert set(copies(generated["padded"], read_code(generated["padded"]["codes"][0]))) == {"0.weight", "2.weight"}
-    assert "aten.mm" in copied["0.weight"]

@@ -46,15 +46,14 @@ def four() -> Iterator[Ranks]:
 # --- every feature ------------------------------------------------------------------------------------------------
 
 BY_DAY = {
-    *("bucket_cap_mb", "convolutions, apart from their bucket", "bf16 on the wire", INT8),
+    *("bucket_cap_mb", "bf16 on the wire", INT8),
     *("shard=True", "shard=True, clipped, scaled, inf on one rank", "shard=True, overlap_forward=True"),
 }
 """Captured; what is eager costs little and is run for all."""
 AVERAGED, SCATTERED = {"all_reduce avg"}, {"reduce_scatter avg", "all_gather"}
 FORMS: dict[str, set[str]] = {
-    **dict.fromkeys(("default", "bucket_cap_mb", "bf16 on the wire", "in_backward"), AVERAGED),
+    **dict.fromkeys(("default", "bucket_cap_mb", "convolutions", "bf16 on the wire", "in_backward"), AVERAGED),
     **dict.fromkeys(("param_dtype bf16, as FSDP2", "overlap_forward=True"), AVERAGED),
-    "convolutions, apart from their bucket": {"all_reduce avg x3"},
     INT8: {"all_to_all", "all_gather"},
     **dict.fromkeys(("shard=True", "shard=True, as ZeroRedundancyOptimizer"), SCATTERED),
     **dict.fromkeys(("shard=True, bf16 on the wire", "shard=True, overlap_forward=True"), SCATTERED),

@@ -59,8 +59,8 @@ def step(backward_s: float | None, **changes: object) -> Step:
         cost_source="measured on this group",
         memory=PeakMemory(300 * MB, "mm", 400 * MB),
         placements=(
-            Placement("token.weight", 8 * MB, "it is used elsewhere"),
-            Placement("blocks.0.weight", 32 * MB, None),
+            Placement("token.weight", 8 * MB, True),
+            Placement("blocks.0.weight", 32 * MB, False),
         ),
         refusals=(Refusal("all_reduce_1", "not a gradient"),),
         backwards=(("captured", 5),),
@@ -99,7 +99,7 @@ Compute-bound: 1.50 ms exposed of 42.5 ms, measured on rank 1.
   backward: measured
   link: an all-reduce takes 50 us + nbytes / (10 GB/s), measured on this group
   peak memory of the backward, simulated: 300.0 MiB; as torch's DDP 400.0 MiB
-  copied into buckets: 8.0 MiB of 40.0 MiB; 8.0 MiB: it is used elsewhere
+  copied into buckets: 8.0 MiB of 40.0 MiB
   passes left 1 node alone; all_reduce_1: not a gradient
 
 Buckets in launch order, n gradients each (in ms; waited is measured, in ms)

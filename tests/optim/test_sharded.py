@@ -345,7 +345,6 @@ def test_what_is_refused() -> None:
     dp_compile.optim.in_backward(twice, torch.optim.SGD(parameters[:4], lr=0.1), shard=True)
     shard(joined)
     attempts: Attempts = [
-        ("none that makes buckets", lambda: shard(ready(passes=()))),
         ("check_nan", lambda: shard(ready(config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)))),
         ("comm hook", lambda: shard(hooked)),
         ("factor is complex", lambda: shard(ready(Complex))),

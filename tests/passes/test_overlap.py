@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Grad, Run, executed, is_all_reduce, launches, plan_for, short, trace
+from graphs import Grad, executed, is_all_reduce, launches, plan_for, short, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -19,6 +19,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes import BucketReductions, ScheduleCollectives
+from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
 
@@ -44,9 +45,10 @@ def layers(number: int, width: int = 16) -> tuple[list[Grad], fx.GraphModule]:
 
 
 def run(module: fx.GraphModule, plan: BucketPlan, *passes: Any) -> tuple[fx.Graph, PassResult]:
-    runner, after = Run(), copy.deepcopy(module)
-    runner(after, plan, passes=passes)
-    return after.graph, runner.records[0][-1].result
+    results, after = list[PassResult](), copy.deepcopy(module)
+    Pipeline(passes, [plan], results.append)(after.graph)
+    after.recompile()
+    return after.graph, results[0]
 
 
 def compute_before_launches(graph: fx.Graph) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.plan.backends import GLOO, NCCL
-from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, Layout, plan_buckets, plan_single
+from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, plan_buckets
 from dp_compile.plan.cost import AllReduceCost, Link, nominal_cost, with_levels
 from dp_compile.plan.network import Job, Leg, ReadyGradient, finish_time, launches, legs_of, release_time_bound
 from dp_compile.plan.reduction import (
@@ -64,10 +64,9 @@ def test_a_bucket_divides_into_parts_of_16_elements() -> None:
     plan = plan_buckets(specs(LEVELS, 4, 48, 49), bucket_cap_mb=16 / 2**20, first_bucket_cap_mb=16 / 2**20)
     assert [bucket.numel for bucket in plan.buckets] == [48, 48, 96]
     assert [bucket.padding_nbytes for bucket in plan.buckets] == [176, 0, 188]
-    assert [bucket.tensor_numels for bucket in plan_single(specs(LEVELS, 0)).buckets] == [(0,)]
-    assert [bucket.tensor_numels for bucket in plan_single(specs(None, 49)).buckets] == [(49,)]
-    alone = Layout(PACKED.alignment_bytes, frozenset({"p0"}))
-    assert alone.bucket(specs(LEVELS, 4)[0].key, specs(LEVELS, 4), "").tensor_numels == (48,)
+    for levels, numel, padded in ((LEVELS, 0, 0), (None, 49, 49)):
+        (spec,) = specs(levels, numel)
+        assert PACKED.bucket(spec.key, [spec], "").numel == padded
 
 
 # --- the timeline ---------------------------------------------------------------------------------------------------

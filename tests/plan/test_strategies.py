@@ -11,14 +11,8 @@ from torch import nn
 import dp_compile
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
-from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import Group
-from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.plan.backends import FAKE, GLOO, NCCL, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost, CostFit
-from dp_compile.plan.reduction import Averaging
-from dp_compile.replication.planning import make_plan
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -69,41 +63,6 @@ def test_optimal_is_the_default_and_makes_a_promise() -> None:
     assert "the best any plan could do" in report.promise
     assert " ms" not in report.promise
     assert report.promise in str(report)
-
-
-class Vision(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.up = nn.Conv2d(3, 8, 3), nn.ConvTranspose1d(4, 4, 2, bias=False)
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
-        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
-
-
-def group_with(backend: Backend, fake_group: dist.ProcessGroup) -> Group:
-    return Group(fake_group, "0", backend, 2, Averaging())
-
-
-def apart(plan: BucketPlan) -> set[str]:
-    return {member.gradient.name for bucket in plan.buckets for member in bucket.members if member.offset is None}
-
-
-def plan_with(
-    backend: Backend, fake_group: dist.ProcessGroup, units: frozenset[str] | None = None, **options: Any
-) -> BucketPlan:
-    module, group = Vision(), group_with(backend, fake_group)
-    named = dict(module.named_parameters())
-    gradients = gradient_specs(tuple(named.values()), tuple(named), group)
-    return make_plan(module, gradients, group, ReplicateConfig(**options), DEFAULT_PASSES, units).planned.plan
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"bucket_cap_mb": 25}, {"units": frozenset({"stem"})}], ids=["optimal", "fixed", "per_module"]
-)
-def test_with_nccl_weights_of_convolutions_are_apart(fake_group: dist.ProcessGroup, options: dict[str, Any]) -> None:
-    """Not those that are made of other parameters: their gradient is no convolution's."""
-    assert apart(plan_with(NCCL, fake_group, **options)) == {"stem.weight", "up.weight"}
-    for backend in (GLOO, FAKE, Backend("mpi")):
-        assert apart(plan_with(backend, fake_group, **options)) == set()
 
 
 def test_options_of_two_rules() -> None:

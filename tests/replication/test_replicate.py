@@ -119,15 +119,6 @@ class TestLocal:
             assert replica.names == ("body.0.bias", "head.weight", "head.bias")
             assert replica.buffers == ()
 
-    def test_passes_that_ranks_could_not_compare(self) -> None:
-        class Mine:
-            name, realises_plan = "mine", False
-
-            def __call__(self, graph: Any, plans: Any) -> Any: ...
-
-        with pytest.raises(dp_compile.ConfigError, match=r"pass mine has the repr .* Make it a frozen dataclass"):
-            dp_compile.replicate(Net(), passes=[Mine()])
-
     def test_unreplicate_of_the_wrapper(self) -> None:
         inner = Net()
         wrapped = dp_compile.DistributedDataParallel(inner)

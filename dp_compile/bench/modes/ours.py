@@ -57,7 +57,7 @@ class _Replicated(Loop):
         last = captures[-1]
         counts = {"graphs": len(captures), "collectives": last.collectives, "bytes": report.plan.nbytes}
         if not last.cached:  # placements of gradients are not known of code from a cache
-            counts["copied bytes"] = sum(each.nbytes for each in last.placements if each.copied is not None)
+            counts["copied bytes"] = sum(each.nbytes for each in last.placements if each.is_copied)
         return counts
 
 
