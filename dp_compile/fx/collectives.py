@@ -17,7 +17,7 @@ _LAUNCHES = (REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER, ALL_REDUCE, torch.ops._c10d
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a functional collective, of a bucket or of the model."""
+    """Whether a node starts a functional collective, ours or the model's."""
     is_functional = node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional"
     return is_functional and node.target is not WAIT
 

@@ -12,12 +12,13 @@ from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout
 from dp_compile.plan.planner import Planned, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
 
+
 @dataclass(frozen=True, slots=True)
 class Planning:
     """A plan, and what it takes to make it again from the graph of the first synchronised backward.
 
-    `layout`: how gradients lie in the buckets of that plan; `None`: this one is final. `strategy`: `optimal`, `fixed` or
-    `per_module`.
+    `layout`: how gradients lie in the buckets of that plan; `None`: this one is final. `strategy`: `optimal`, `fixed`
+    or `per_module`.
     """
 
     strategy: str
