@@ -25,7 +25,7 @@ ROOMS = (
     ("__init__",),
     ("insight",),
     ("decentralized",),
-    ("averaging",),
+    ("averaging", "elastic"),
     ("optim",),
     ("replication",),
     ("engine",),

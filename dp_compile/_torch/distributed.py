@@ -21,8 +21,11 @@ from dp_compile.plan.backends import CLASSES, Backend
 
 with named():
     from torch._C._distributed_c10d import GradBucket as GradBucket
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        _abort_process_group,
         _get_default_group,
         _get_default_store,
         _get_process_group_name,
@@ -168,6 +171,17 @@ def end_other_groups() -> None:
     """Destroy all process groups but the default one."""
     for group in [each for each in _world.pg_map if each is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+
+
+def end_all_groups() -> None:
+    """Destroy all process groups, and do not wait for collectives in flight with ranks that are gone.
+
+    NCCL's would be waited for; gloo's fail (torch 2.13).
+    """
+    if any(backend_of(group, each.type).on_stream for group in _world.pg_map for each in group._device_types):
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 def default_store() -> Store:

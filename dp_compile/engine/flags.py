@@ -67,6 +67,12 @@ def _of(replica: Replica) -> _Flags:
     return _flags.get(replica) or _flags.setdefault(replica, _Flags())
 
 
+def start_again(replica: Replica) -> None:
+    """Its group has other ranks from now on, which have counted otherwise. What was not read is of no use to them."""
+    _flags.pop(replica, None)
+    _settled.pop(replica.group.name, None)
+
+
 # --- before the reduction ---------------------------------------------------------------------------------------------
 
 

@@ -259,6 +259,11 @@ def forget_comparison(replica: Replica) -> None:
         this.sums = None
 
 
+def start_again(replica: Replica) -> None:
+    """Its group has other ranks from now on, which have counted otherwise."""
+    _comparisons.pop(replica, None)
+
+
 def _differing(sums: _Sums) -> list[int]:
     """Which places of `own` are not the same on all ranks. On a GPU the host waits for it, once in many backwards."""
     if sums.work is not None:

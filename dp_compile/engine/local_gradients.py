@@ -60,6 +60,14 @@ class LocalGradients:
         self.versions.clear()
         self._at_start = self._versions_now() if self.checks else ()
 
+    def start_again(self) -> None:
+        """All gradients were dropped, and every rank has the same parameters."""
+        self.used.clear()
+        self.versions.clear()
+        self.stepped.clear()
+        self.moved = self.was_moved = False
+        self.reduced, self.missed, self._at_start = None, "", ()
+
     def forget_start(self) -> None:
         """What changed before the backward and what changed in it look the same from now on."""
         self._at_start = ()

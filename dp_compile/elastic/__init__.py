@@ -1,0 +1,20 @@
+"""Data-parallel training that goes on in the same processes when ranks are lost or join: no restart, no compilation.
+
+    elastic.init_process_group()
+    model = dp_compile.replicate(Net())
+    training = elastic.Training(model, optimizer)
+    for batch in loader:
+        with training.step():
+            loss = compiled(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Start the script with `python -m dp_compile.elastic --ranks 3 script.py`, which serves the key-value store: it has to
+outlive every rank.
+"""
+
+from dp_compile.elastic.membership import LeftOutError, TooFewRanksError
+from dp_compile.elastic.training import Training, init_process_group
+
+__all__ = ["LeftOutError", "TooFewRanksError", "Training", "init_process_group"]

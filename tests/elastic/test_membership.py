@@ -1,0 +1,68 @@
+"""Ranks that meet in a store, as threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from dp_compile.elastic.membership import LeftOutError, Members, Registry, TooFewRanksError
+
+
+@pytest.fixture
+def store() -> dist.HashStore:
+    return dist.HashStore()
+
+
+def met(store: dist.HashStore, *processes: str, min_ranks: int = 1, wait_s: float = 0.0) -> list[Members]:
+    """What these processes of a first generation agree on, all at once."""
+
+    def meet(process: str) -> Members:
+        registry = Registry(store, process)
+        return registry.meet(Members.initial(3), grace_s=0.5, min_ranks=min_ranks, wait_s=wait_s)
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(meet, processes))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_is_left_keeps_the_order(store: dist.HashStore, is_known: bool) -> None:
+    if is_known:
+        Registry(store, "1").leave()
+    assert set(met(store, "2", "0")) == {Members(1, ("0", "2"))}
+    assert Registry(store, "launcher").is_dead("1")
+
+
+def test_the_first_one_dies_while_it_decides(store: dist.HashStore) -> None:
+    dead = Registry(store, "0")
+    dead.store.add("1/arrivals", 1)
+    dead.store.set("1/arrival/1", "0")
+    dead.leave()
+    assert set(met(store, "1", "2")) == {Members(2, ("1", "2"))}
+
+
+def test_one_comes_too_late(store: dist.HashStore) -> None:
+    met(store, "0", "1")
+    with pytest.raises(LeftOutError, match=r"went on without process 2, which came more than 0\.5 s after them"):
+        met(store, "2")
+
+
+def test_too_few_are_left(store: dist.HashStore) -> None:
+    with pytest.raises(TooFewRanksError, match="1 of the ranks are left, training needs 2"):
+        met(store, "1", min_ranks=2)
+
+
+def test_processes_that_join_come_last_and_dead_ones_do_not(store: dist.HashStore) -> None:
+    alive, dead = Registry(store, "new"), Registry(store, "old")
+    dead.store.set("join/1", "old")
+    dead.store.add("joins", 1)
+    dead.leave()
+    assert alive.wants_to_join(Members.initial(3))
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(alive.join, 10.0)
+        Registry(store, "2").leave()
+        expected = Members(1, ("0", "1", "new"), 2)
+        assert set(met(store, "1", "0", min_ranks=3, wait_s=5.0)) == {expected}
+        assert joined.result() == expected
+    assert not alive.wants_to_join(expected)
