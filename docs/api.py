@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import dp_compile
-from dp_compile import errors, optim
+from dp_compile import errors, optim, state
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import DPCompileError
 
@@ -42,9 +42,11 @@ def document() -> str:
     in_errors = {name: value for name, value in vars(errors).items() if _is_error(value)}
     elsewhere = {f"{home}.{name}": getattr(import_module(f"dp_compile.{home}"), name) for home, name in ELSEWHERE}
     in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
+    in_state = {name: value for name, value in vars(state).items() if _is_public(name, value, state.__name__)}
     parts = [HEAD, "## Options: `ReplicateConfig`\n", *_options()]
     parts += ["\n## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
     parts += ["\n## In `dp_compile.errors`\n", *_rows(in_errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
+    parts += ["\n## In `dp_compile.state`\n", *_rows(in_state)]
     parts += ["\n## In other submodules of `dp_compile`\n", *_rows(elsewhere)]
     return "\n".join(parts) + "\n"
 
@@ -52,6 +54,10 @@ def document() -> str:
 def main() -> None:
     """Write the page."""
     (Path(__file__).parent / "api.md").write_text(document())
+
+
+def _is_public(name: str, value: object, module: str) -> bool:
+    return not name.startswith("_") and getattr(value, "__module__", None) == module
 
 
 def _is_error(value: object) -> bool:

@@ -27,6 +27,7 @@ ROOMS = (
     ("decentralized",),
     ("averaging", "elastic"),
     ("optim",),
+    ("state",),
     ("replication",),
     ("engine",),
     ("passes",),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dp_compile._torch import missing
+
 
 def _kind() -> type[Any] | None:
     module = sys.modules.get("torch.distributed.tensor")
@@ -116,3 +118,9 @@ def waited_for(part: Any) -> torch.Tensor:
     """A part that a collective may still be on its way to."""
     found: torch.Tensor = part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()
     return found
+
+
+def parent_of(mesh: Any) -> Any:
+    """The mesh that another was sliced from; itself if from none."""
+    with missing.named():
+        return mesh._get_root_mesh()

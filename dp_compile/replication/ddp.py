@@ -24,6 +24,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.replication.join import join, join_hook
 from dp_compile.replication.module import (
+    moved,
     no_sync,
     register_comm_hook,
     remove_forward_hooks,
@@ -158,10 +159,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "train it, or call it under torch.no_grad()."
             )
         if self._inputs_to is not None:
-            device = self._inputs_to
-            inputs, kwargs = autograd.tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs)
-            )
+            inputs, kwargs = moved((inputs, kwargs), self._inputs_to)
         inner = unwrap(self.module)
         precision = precision_of(inner)
         if precision is None:

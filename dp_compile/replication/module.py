@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, SupportsIndex
 
+import torch
 from torch import nn
 
-from dp_compile._torch import compiler, distributed
+from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.module_calls import is_compiled
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
@@ -268,6 +269,21 @@ def refuse_traced_backward() -> None:
             "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
             "gradient would be reduced. Switch it off and call backward() outside the compiled function."
         )
+
+
+class InputMover(Installed):
+    """Moves the tensors among a module's inputs to a device, as torch's DDP does with `device_ids`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return moved((args, kwargs), self.device)
+
+
+def moved(values: Any, device: torch.device) -> Any:
+    """The same with the tensors among them on a device."""
+    return autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
 
 
 class Pending(Installed):

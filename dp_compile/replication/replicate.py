@@ -41,6 +41,7 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import (
     ForwardCheck,
+    InputMover,
     Pending,
     behind,
     find_state,
@@ -63,6 +64,7 @@ from dp_compile.replication.selection import (
     check_ignored,
     check_not_managed,
     check_selection,
+    device_of,
     is_waiting,
     owning_modules,
     select,
@@ -83,6 +85,7 @@ def replicate(
     ddp_python_hook: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
+    device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     bucket_cap_mb: float | None = None,
     find_unused_parameters: bool | None = None,
@@ -119,6 +122,8 @@ def replicate(
         device_mesh: in place of `process_group`: a mesh with one dimension, also a slice of a larger one; or with two,
             between nodes and inside a node. Gradients are then reduce-scattered inside nodes, all-reduced between them
             and gathered inside: the slow link carries less. A dimension of size one counts as none.
+        device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
+            has to be there already. A CPU is allowed and moves nothing, as in torch.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
         bucket_cap_mb: MiB at which a bucket is closed; without it the planner says where buckets end.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
@@ -153,6 +158,7 @@ def replicate(
         given,
         process_group=process_group,
         device_mesh=device_mesh,
+        device_id=device_id,
         ignored_modules=ignored_modules,
         bucket_policy=bucket_policy,
         config=config,
@@ -167,6 +173,7 @@ class _Request:
     config: ReplicateConfig
     bucket_policy: BucketPolicy | None
     ignored: frozenset[nn.Module]
+    device: torch.device | None
     needs_values: bool
     keeps_class: bool
 
@@ -178,6 +185,7 @@ def replicate_module(
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     config: ReplicateConfig | None = None,
+    device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     bucket_policy: BucketPolicy | None = None,
     needs_values: bool = True,
@@ -204,6 +212,7 @@ def replicate_module(
         distributed.replicate_by_torch(
             inner,
             ignored_modules=ignored_modules,
+            device_id=device_id,
             process_group=process_group,
             device_mesh=device_mesh,
             **options_of_torch(options, meeting, bucket_policy),
@@ -223,6 +232,7 @@ def replicate_module(
             options,
             bucket_policy,
             check_ignored(ignored_modules) | parts,
+            None if device_id is None else device_of(device_id, "device_id"),
             needs_values,
             keeps_class,
         )
@@ -326,7 +336,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     with request.meeting.telling_the_others():
         target = select(module, request.ignored)
         copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
-        check_selection(target, copies_buffers=copies_buffers, needs_values=request.needs_values)
+        check_selection(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
         check_dtensors(target, request.meeting.group)
         precision = make_precision(module, config, target.parameters.values(), target.left_alone)
         kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
@@ -341,7 +351,9 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.module.frozen), *buffers)]
     if replica.group.world_size > 1:
         distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
-    if pending is not None:
+    if pending is None:
+        _move_inputs(module, request.device)
+    else:
         replica.state.sync = pending.state.sync
     owners.add(replica)
     install_hooks(replica)
@@ -420,6 +432,11 @@ def _statement(target: Selection, replica: Replica) -> Statement:
     }
 
 
+def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
+
+
 # --- parameters that have no values yet -------------------------------------------------------------------------
 
 
@@ -434,6 +451,7 @@ def _wait_for_forward(module: nn.Module, request: _Request) -> None:
 
     pending, casts = Pending(module, request.config, request.meeting.group, start), request.config.casts
     kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
+    _move_inputs(module, request.device)
     for owner in dict.fromkeys((module, *owning_modules(module, request.ignored))):
         owner.register_forward_pre_hook(pending)
     set_state(module, pending)

@@ -162,6 +162,17 @@ def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.M
     return frozenset(ignored)
 
 
+def device_of(given: int | torch.device, option: str) -> torch.device:
+    """A device that was given as torch's DDP takes them: a number means that GPU."""
+    if isinstance(given, bool) or not isinstance(given, (int, torch.device)) or (isinstance(given, int) and given < 0):
+        raise ConfigError(f"{option} must be the number of a GPU or a torch.device, got {given!r}.")
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    if given.type == "cuda" and given.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return given
+
+
 def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
     """Refuse a module that torch's DDP, FSDP or `replicate` manages already, or that shares a parameter with its parts.
 
@@ -190,10 +201,13 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
             raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
 
 
-def check_selection(target: Selection, *, copies_buffers: bool, needs_values: bool = True) -> None:
+def check_selection(
+    target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True
+) -> None:
     """Refuse what cannot be replicated, by name.
 
     Args:
+        device: where the user says that the parameters are.
         copies_buffers: the first rank's buffers are copied to the others.
         needs_values: refuse the meta device and fake tensors too.
     """
@@ -210,13 +224,7 @@ def check_selection(target: Selection, *, copies_buffers: bool, needs_values: bo
                 f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
                 "initialise it."
             )
-    first_name, first = next((name, each.device) for name, each in target.parameters.items())
-    for name, parameter in target.parameters.items():
-        if parameter.device != first:
-            raise ModuleError(
-                f"parameters are on several devices: {first_name} on {first}, {name} on {parameter.device}. "
-                "Move the module to one device: module.to(device)."
-            )
+    _check_devices(target, device)
     for name, parameter in target.trainable.items():
         _check_gradient(name, parameter, fake_allowed=not needs_values)
     for name, tensor in (target.frozen | (target.buffers if copies_buffers else {})).items():
@@ -225,6 +233,21 @@ def check_selection(target: Selection, *, copies_buffers: bool, needs_values: bo
                 f"{name} is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can "
                 "be copied from the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, "
                 "or name the module that owns it in ignored_modules."
+            )
+
+
+def _check_devices(target: Selection, device: torch.device | None) -> None:
+    first_name, first = next((name, each.device) for name, each in target.parameters.items())
+    for name, parameter in target.parameters.items():
+        found = parameter.device
+        if device is not None and found != device:
+            there = device.type == "cpu" or torch.accelerator.device_count() > (device.index or 0)
+            remedy = f"Call module.to('{device}')." if there else "There is no such device here: leave device_id out."
+            raise ConfigError(f"{name} is on {found}, device_id says {device}. {remedy}")
+        if found != first:
+            raise ModuleError(
+                f"parameters are on several devices: {first_name} on {first}, {name} on {found}. "
+                "Move the module to one device: module.to(device)."
             )
 
 

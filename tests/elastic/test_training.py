@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from docs_scripts import python_of
 from script import Net, batch, digest
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,6 +92,14 @@ def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks) -> No
     after = [each for each in blocks if each["ranks"] == 3 and each["from"] > lost + 1]
     assert {each["process"] for each in after} == {"0", "2", "joined 1"}
     assert len({each["captures"] for each in after if each["process"] == "joined 1"}) == 1
+
+
+@pytest.mark.nightly
+def test_the_page(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(python_of("elastic.md", "Use it"))
+    command = [sys.executable, "-m", "dp_compile.elastic", "--ranks", "3", "--restarts", "2", str(script)]
+    assert subprocess.run(command, timeout=240, check=False).returncode == 0
 
 
 @pytest.mark.nightly

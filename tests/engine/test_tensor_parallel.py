@@ -354,12 +354,10 @@ def run_the_page(path: str) -> list[float]:
     torch.manual_seed(dist.get_rank() // 2)
     loader = [(torch.randn(2, 6), torch.randn(2, 6)) for _ in range(3)]
     names: dict[str, Any] = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
-    code = (
-        python_of("algorithms.md", "Tensor parallel")
-        .replace("torch.compile(model)", "model")
-        .replace('checkpoint_id="', f'checkpoint_id="{path}/')
-    )
+    code = python_of("algorithms.md", "Tensor parallel") + python_of("algorithms.md", "Tensor parallel", 1)
+    code = code.replace("torch.compile(model)", "model").replace('checkpoint_id="', f'checkpoint_id="{path}/')
     exec(code, names)
+    assert torch.equal(full(names["model"].up.weight), full(names["average"]["up.weight"]))
     return torch.cat([full(each).flatten() for each in names["model"].parameters()]).tolist()
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_compile
-from dp_compile.replication.module import replica_of
+from dp_compile.replication.module import InputMover, replica_of
 from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -161,6 +161,19 @@ class TestMethods:
         with model.no_sync():
             assert not replica_of(model).state.sync
         assert replica_of(model).state.sync
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_inputs_are_moved_inside_a_compiled_forward() -> None:
+    model = dp_compile.replicate(nn.Linear(4, 2), config=AOT)
+    model.register_forward_pre_hook(InputMover(torch.device("cpu")), with_kwargs=True)
+    mover = InputMover(torch.device("meta"))
+    (positional, other), named = mover(nn.Identity(), (torch.ones(2), 3), {"mask": [torch.ones(2)], "flag": None})
+    assert (positional.device.type, named["mask"][0].device.type) == ("meta", "meta")
+    assert (other, named["flag"]) == (3, None)
+    compiled = torch.compile(nn.Sequential(Net().body, nn.Linear(3, 4), model), backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(1, 4)).sum().backward()
+    assert dp_compile.report(model).backwards == {"captured": 1}
 
 
 # --- the start at the first forward -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class TestLocal:
     def test_ignored_with_all_descendants_and_wherever_else_they_appear(self) -> None:
         model = Net()
         model.more = nn.ModuleDict({"deep": nn.Sequential(nn.BatchNorm1d(3), model.head)})
-        dp_compile.replicate(model, ignored_modules=[model.more])
+        dp_compile.replicate(model, ignored_modules=[model.more], device_id=torch.device("cpu"))
         assert replica_of(model).names == ("body.0.weight", "body.0.bias")
         assert [tensor is model.steps for tensor in replica_of(model).buffers] == [True]
 
@@ -77,8 +77,9 @@ class TestLocal:
 
     def test_bad_options(self) -> None:
         refused: list[tuple[dict[str, Any], str]] = [
-            ({"passes": ["bucket"]}, "passes must hold graph passes"),
             ({"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
+            ({"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
+            ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0. There is no such device"),
             ({"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
             ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
             ({"config": {"check_nan": True}}, "config must be a ReplicateConfig, got dict"),

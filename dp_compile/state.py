@@ -1,0 +1,111 @@
+"""State of parameters with tensor parallel, sharded over data parallel too: averages, optimizer state, checkpoints.
+
+    mesh (dp, tp)      a parameter of rank (d, t)            its chunk                              gathered
+                       DTensor [tp placement] on mesh["tp"]  DTensor [Shard(0), tp placement]       the local part
+
+As `chunk_dtensor` and `all_gather_dtensor` of torch's `DTensorExtensions`, which FSDP1 uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from dp_compile._torch import dtensors
+from dp_compile.errors import ConfigError
+
+
+def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
+    """A tensor cut along its first dimension over data parallel, in addition to how tensor parallel has cut it.
+
+    On a (dp, tp) mesh a parameter with one placement over `tp` gives a DTensor `[Shard(0), placement]`; a plain tensor,
+    the same on all ranks, `[Shard(0), Replicate()]`. In new memory, without a gradient. Runs collectives over
+    `tp` where that cuts the first dimension too: every rank of the parent mesh has to call it.
+
+    Args:
+        tensor: the same on all ranks of `device_mesh`; with one dimension at least.
+        device_mesh: the dimension of data parallel, `mesh["dp"]`. Of several the last is cut over, so that
+            `mesh["between", "inside"]` gives `[Replicate(), Shard(0), placement]`. Over all other dimensions of the
+            parent mesh the tensor is taken for equal.
+
+    Raises:
+        ConfigError: `device_mesh` is no slice of a larger mesh, the tensor lies on another one or on the same
+            dimensions, or it has no dimension.
+    """
+    parent, own = _in_parent(device_mesh)
+    if not tensor.dim():
+        raise ConfigError("chunk() needs a tensor with a first dimension, got one without any. Keep it as it is.")
+    placements: list[Placement] = [Replicate()] * parent.ndim
+    if isinstance(tensor, DTensor):
+        dims = _dims_in(tensor.device_mesh, parent)
+        if dims is None:
+            raise ConfigError(
+                f"the tensor lies on {tensor.device_mesh}, which is no slice of {parent}, as device_mesh is. Take both "
+                "from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] here."
+            )
+        if set(dims) & set(own):
+            raise ConfigError(
+                f"the tensor is laid out over {_names(tensor.device_mesh)} of the mesh, and device_mesh has a "
+                "dimension of those: its ranks hold different parts. Pass the dimension of data parallel."
+            )
+        for dim, placement in zip(dims, tensor.placements, strict=True):
+            placements[dim] = placement
+    # With the shape of the whole: ranks would guess another one each where they do not share a dimension evenly.
+    shape: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    whole = DTensor.from_local(dtensors.own_part(tensor.detach()), parent, placements, **shape)
+    placements[own[-1]] = Shard(0)
+    with torch.no_grad():
+        part = dtensors.own_part(whole.redistribute(placements=placements)).clone()
+    return DTensor.from_local(part, parent, placements, **shape)
+
+
+def gather(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> torch.Tensor:
+    """The inverse of `chunk`: this rank's part by tensor parallel, as a plain tensor.
+
+    Gathers over data parallel only: what tensor parallel has cut stays cut. Every rank of the parent mesh calls it.
+
+    Args:
+        tensor: what `chunk` gave, or was loaded into it.
+        device_mesh: the one that `chunk` was given.
+
+    Raises:
+        ConfigError: `device_mesh` is no part of a larger mesh, or the tensor does not lie on that.
+    """
+    parent, own = _in_parent(device_mesh)
+    if not isinstance(tensor, DTensor) or tensor.device_mesh != parent:
+        where = f"a DTensor on {tensor.device_mesh}" if isinstance(tensor, DTensor) else "a plain tensor"
+        raise ConfigError(f"gather() needs a DTensor on {parent}, as chunk() makes it, got {where}.")
+    placements = [Replicate() if dim in own else each for dim, each in enumerate(tensor.placements)]
+    with torch.no_grad():
+        return dtensors.own_part(tensor.redistribute(placements=placements))
+
+
+def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """The mesh of which another is a slice, and its dimensions there."""
+    parent = dtensors.parent_of(mesh) if isinstance(mesh, DeviceMesh) else None
+    dims = None if parent is None or mesh is None or mesh.ndim == parent.ndim else _dims_in(mesh, parent)
+    if parent is None or dims is None:
+        given = f"a mesh of {_names(mesh)}" if isinstance(mesh, DeviceMesh) else str(mesh)
+        raise ConfigError(
+            "device_mesh must be a slice, by name, of a mesh that has other dimensions too: mesh['dp'] of "
+            f"init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), got {given}."
+        )
+    return parent, dims
+
+
+def _dims_in(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
+    """The dimensions of a slice in its parent; `None`: it is no slice of it.
+
+    By names and ranks: what torch keeps of a DTensor may name an equal mesh, sliced from another one.
+    """
+    names, known = mesh.mesh_dim_names or (), parent.mesh_dim_names or ()
+    if not names or not set(names) <= set(known) or not torch.equal(parent[names].mesh, mesh.mesh):
+        return None
+    return tuple(known.index(name) for name in names)
+
+
+def _names(mesh: DeviceMesh) -> str:
+    return ", ".join(mesh.mesh_dim_names or ("without names",))
