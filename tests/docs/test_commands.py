@@ -126,6 +126,7 @@ ELSEWHERE = {
     ".ci/nightly fuzzer": (".ci/nightly", "run_fuzzer"),
     ".ci/gpu --rehearse": ("tests/gpu/test_rehearsal.py", '"--rehearse"'),
     "cd docs/example_suite": ("tests/testing/test_example_suite.py", '"-m", "pytest"'),
+    "python -m dp_compile.elastic": ("tests/elastic/test_training.py", "dp_compile.elastic"),
     "dp-compile train --check": ("tests/train/test_train.py", '"--check"'),
 }
 """Commands that CI itself runs, or a test of theirs: the file, and what it has."""

@@ -97,7 +97,7 @@ def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks) -> No
 @pytest.mark.nightly
 def test_the_page(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(python_of("elastic.md", "Use it"))
+    script.write_text(python_of("algorithms.md", "Elastic training"))
     command = [sys.executable, "-m", "dp_compile.elastic", "--ranks", "3", "--restarts", "2", str(script)]
     assert subprocess.run(command, timeout=240, check=False).returncode == 0
 
