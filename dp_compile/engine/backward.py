@@ -30,7 +30,6 @@ import torch
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
 from dp_compile.engine import updates
-from dp_compile.engine.events import warn_once
 from dp_compile.engine.flags import stepped_message
 from dp_compile.engine.guards import check_finite, check_intact, check_parameters, refuse_unreduced
 from dp_compile.engine.hooks import (
@@ -47,7 +46,7 @@ from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import is_of_other_ranks, settle
 from dp_compile.engine.precision import recomputing
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, warn_once
 from dp_compile.engine.window import BackwardState, Capturing, current, wait_for_window
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 

@@ -18,11 +18,9 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from dp_compile._torch import dynamo, inductor
+from dp_compile._torch import autograd, dynamo, inductor
 from dp_compile._torch.dtensors import own_part
-from dp_compile.config import dump_directory
-from dp_compile.engine import events
-from dp_compile.engine.events import BucketEvents
+from dp_compile.engine import dumps
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.graph import (
@@ -37,6 +35,7 @@ from dp_compile.engine.graph import (
 )
 from dp_compile.engine.guards import check_not_moved
 from dp_compile.engine.owners import owners
+from dp_compile.engine.ranges import BACKWARD, COMPILE, BucketRanges, during
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
@@ -104,7 +103,7 @@ class CompiledBackward:
         # Of the backward that is running.
         self._replicas: tuple[Replica, ...] = ()
         self._settling: tuple[Replica, ...] = ()
-        self._events: BucketEvents | None = None
+        self._ranges: BucketRanges | None = None
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
@@ -113,25 +112,22 @@ class CompiledBackward:
         self.has_begun = False
         inputs.extend(self._extra_inputs(replicas))
         self._replicas, self._settling = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
-        untold = "" if self._has_run else events.COMPILED_IN_IT
         try:
-            with events.telling_of_backward(events.Backward(self._settling, captured=True, untold=untold)) as told:
-                if told and told[0].listeners and self._has_run:
-                    self._events = BucketEvents([replica.plan for replica in self._settling], told)
+            with during(BACKWARD, *self._settling):
+                if self._has_run and autograd.profiler_is_on():
+                    self._ranges = BucketRanges(self._settling)
                 started = time.monotonic()
                 if self._run is None:
                     self._run = self._make(inputs)
                 outputs, reduced = self._run(inputs, *rest)
                 if self._log.graphs:
-                    for each in told[:1]:  # every module has the same listeners
-                        each.void(events.COMPILED_IN_IT)
                     _say_if_late(replicas, time.monotonic() - started)
         except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, DPCompileError):
                 raise error.inner_exception from None
             raise
         finally:
-            self._replicas, self._settling, self._events = (), (), None
+            self._replicas, self._settling, self._ranges = (), (), None
         self._has_run = True
         self._record(replicas)
         self._settle(replicas, reduced)
@@ -222,12 +218,12 @@ class CompiledBackward:
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
-        with events.telling_of_compilation(self._compilation(example_inputs)) as listeners:
-            for listener in listeners:
-                listener.stage(events.CAPTURED, graph_module.graph)
-            with inductor.generated_anew() if listeners else _NOTHING:
-                shares = memory_of([*_flat(example_inputs)], self._written()) if self._updates else ()
-                compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
+        dump = self._dump(example_inputs) if dumps.are_wanted() else None
+        with during(COMPILE, *self._settling), dump or _NOTHING, inductor.generated_anew() if dump else _NOTHING:
+            if dump is not None:
+                dump.stage(dumps.CAPTURED, graph_module.graph)
+            shares = memory_of([*_flat(example_inputs)], self._written()) if self._updates else ()
+            compiled = self._compile_with_passes(graph_module, example_inputs, dump, shares)
         dynamo.let_go_of_nodes(graph_module)
         return self._runs(compiled, shares)
 
@@ -253,18 +249,10 @@ class CompiledBackward:
         self,
         graph_module: fx.GraphModule,
         example_inputs: Sequence[Any],
-        listeners: Sequence[events.CompilationListener],
+        dump: dumps.Dump | None,
         shares: tuple[int, ...],
     ) -> Callable[..., Any]:
-        def on_stage(name: str, graph: fx.Graph) -> None:
-            for listener in listeners:
-                listener.stage(name, graph)
-
-        def on_code(graph: fx.Graph, code: str) -> None:
-            for listener in listeners:
-                listener.code(graph, code)
-
-        pipeline = self._pipeline(example_inputs, shares, on_stage if listeners else None)
+        pipeline = self._pipeline(example_inputs, shares, None if dump is None else dump.stage)
         # In front of all that the pipeline verifies: a copy that it makes is a gradient's source for the passes.
         whole = inductor.ChainedPass(inductor.Keyed(OwnMemory()), pipeline)
         crosses = tuple(tuple(each.crosses for each in wanted) for wanted in self._binding.wanted)
@@ -274,7 +262,7 @@ class CompiledBackward:
         is_inductor = self._replicas[0].config.backend == "inductor"
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
         with observing(self._note_written):
-            return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
+            return compile_graph(graph_module, example_inputs, whole, None if dump is None else dump.code)
 
     def _pipeline(
         self,
@@ -286,20 +274,13 @@ class CompiledBackward:
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_result, held, on_stage)
 
-    def _compilation(self, example_inputs: Sequence[Any]) -> events.Compilation:
+    def _dump(self, example_inputs: Sequence[Any]) -> dumps.Dump:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
         inputs: list[str | None] = []
         for value in _flat(example_inputs):
             found = owners.find(value) if isinstance(value, nn.Parameter) else None
             inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
-        return events.Compilation(
-            replicas=self._settling,
-            plans=self._plans,
-            inputs=tuple(inputs),
-            world_size=max(replica.group.world_size for replica in self._replicas),
-            backend=self._replicas[0].config.backend,
-            dump_dir=dump_directory(),
-        )
+        return dumps.Dump(self._plans, inputs)
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
         """Compiled code, and what its ops ask for while it runs.
@@ -316,7 +297,7 @@ class CompiledBackward:
             optimizers = [replica.after.updates for replica in self._replicas]
             plans = tuple(replica.plan for replica in self._replicas)
             memories = [replica.state.bucket_memory for replica in self._replicas]
-            with Running(plans, memories, optimizers), self._events or _NOTHING:
+            with Running(plans, memories, optimizers), self._ranges or _NOTHING:
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
@@ -361,8 +342,6 @@ class CompiledBackward:
         if self._latest is not None:
             for replica in replicas:
                 replica.history.captures[self._number] = self._latest
-        if log.graphs:
-            events.tell_compiled([replicas[ordinal] for ordinal in self._synced])
 
 
 def _lie_apart(inputs: Sequence[torch.Tensor], written: Sequence[int]) -> bool:

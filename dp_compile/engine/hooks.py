@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from dp_compile._torch import autograd
 from dp_compile._torch.distributed import collectives_launched, group_of_name
-from dp_compile.engine import events
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
 from dp_compile.engine.plan_sync import is_of_other_ranks, settle
+from dp_compile.engine.ranges import BACKWARD, LAUNCH, WAIT, during, during_bucket
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
@@ -156,8 +156,6 @@ class ReductionRound:
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
-    told: events.Listeners = events.NO_LISTENERS
-    """Of its launches and waits."""
 
     def __post_init__(self) -> None:
         self._await_next()
@@ -316,8 +314,8 @@ class ReductionRound:
             bucket,
             [self._source(member.gradient.index, flags) for member in bucket.members],
             self.replica.device,
-            partial(self.told.during, events.LAUNCH, number),
-            partial(self.told.during, events.WAIT, number),
+            partial(during_bucket, LAUNCH, self.replica, number, bucket),
+            partial(during_bucket, WAIT, self.replica, number, bucket),
             state=[self.replica.state_of_hook(member.gradient.index) for member in members],
             memory=self.memory,
         )
@@ -394,9 +392,7 @@ def reduce_eagerly(
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
     with reporting(local | {each.replica: each for each in rounds}):
-        with events.telling_of_backward(events.Backward(tuple(synced), captured=False)) as told:
-            for each, listeners in zip(rounds, told, strict=True):
-                each.told = listeners
+        with during(BACKWARD, *synced):
             try:
                 result = run()
                 for each in rounds:  # in the order in which they launch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -390,3 +391,18 @@ class Replica:
 def _groups_of(plan: BucketPlan) -> tuple[str, ...]:
     """The groups in which buckets are reduced, by name."""
     return tuple(dict.fromkeys(stage.group for bucket in plan.buckets for stage in bucket.key.reduction.stages))
+
+
+def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str, *args: object, key: str = "") -> None:
+    """Warn, unless that was reported of each of these modules before.
+
+    Args:
+        replicas: whom it is about.
+        message: with places for `args`.
+        key: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
+    """
+    new = [replica for replica in replicas if (key or message) not in replica.state.said]
+    for replica in new:
+        replica.state.said.add(key or message)
+    if new:
+        logger.warning(message, *args)

@@ -1,11 +1,11 @@
-"""From a trace of `torch.profiler` (Chrome's format) to a `MeasuredStep`: events of buckets are found by their names.
+"""From a trace of `torch.profiler` (Chrome's format) to measured steps: our ranges are found by their names.
 
 | figure    | on the host (gloo)                         | with kernels in the trace (NCCL)                     |
 |-----------|--------------------------------------------|------------------------------------------------------|
 | launch    | begin of the range `bucket N (...) launch` | the NCCL kernel's begin                              |
 | finish    | end of the n-th `gloo:all_reduce`          | end of the NCCL kernel                               |
 | waited    | length of the ranges `bucket N (...) wait` | from the end of earlier compute to the kernel's end  |
-| backward  | the range `dp_compile::backward`           | from the first kernel launched in it to the last one |
+| backward  | the range `backward`                       | from the first kernel launched in it to the last one |
 | forward   | `Torch-Compiled Region` before it          | kernels launched in them, first begin to last end    |
 | optimizer | `Optimizer.step#...` after it              | the same                                             |
 
@@ -21,19 +21,28 @@ import math
 import os
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dp_compile.engine.events import UPDATE
+from torch.profiler import profile
+
+from dp_compile._torch import autograd
+from dp_compile.engine.ranges import BACKWARD, COMPILE, FORWARD, GATHER, LAUNCH, UPDATE, members_in_short
 from dp_compile.errors import ConfigError
-from dp_compile.insight.ranges import BACKWARD_RANGE, FOLLOWING, members_in_short
 from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step
 from dp_compile.plan.backends import COLLECTIVE_KERNELS
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
+
+COMPILED_IN_IT: Final = "code was compiled in it"
+SEVERAL_MODULES: Final = "it is of several replicated modules, whose compute cannot be separated"
+IN_FLIGHT: Final = "updates of it were in flight when the block ended"
+OTHER_PLAN: Final = "it is of another plan or module"
+NOT_WHOLE: Final = "not every bucket was launched and waited for in the trace; is it a CUDA graph?"
 
 _HOW: Final = (
     "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took."
@@ -41,7 +50,13 @@ _HOW: Final = (
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"
 """torch's copies of our ranges, drawn above the kernels that were launched in them."""
-_RANGE: Final = re.compile(r"dp_compile::(module \d+ )?bucket (\d+) \((.*)\) (launch|wait)")
+_RANGE: Final = re.compile(r"dp_compile::modules? ([\d, ]+) (?:bucket (\d+) \((.*)\) )?(\w+)")
+_KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALLS: Final = ("cuda_runtime", "cuda_driver")
+_ON_DEVICE: Final = (*_KERNELS, *_CALLS)
+_REGION, _OPTIMIZER = "Torch-Compiled Region", "Optimizer.step#"
+_NAMED: Final = ("dp_compile::module", "gloo:", "c10d::allreduce", _REGION, _OPTIMIZER)
+"""How events begin that count, beside kernels and their calls. A trace has an event for each op."""
 
 
 def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketPlan | Step) -> MeasuredStep:
@@ -52,23 +67,20 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
         of: the plan that the trace was recorded under, or a step with it.
 
     Raises:
-        ConfigError: the file cannot be read or is no trace, has none of our ranges, or is of another plan.
+        ConfigError: the file cannot be read or is no trace, has none of our ranges, or is of another plan or of several
+            modules with this plan.
     """
     plan = of.plan if isinstance(of, Step) else of
     data = trace if isinstance(trace, Mapping) else _read(Path(trace))
-    timeline = _Timeline(_events(data), plan)
-    backwards = [event for event in timeline.events if event.name == BACKWARD_RANGE]
-    if not backwards or not timeline.ranges:
-        raise ConfigError(f"the trace has no ranges named 'dp_compile::bucket ...'. {_HOW}")
-    _check_plan(timeline.ranges, plan)
-    edges_us = [-math.inf, *(backward.end_us for backward in backwards[:-1])]
-    until_us = [*(backward.begin_us for backward in backwards[1:]), math.inf]
-    steps = [timeline.step(*each) for each in zip(backwards, edges_us, until_us, strict=True)]
-    whole = [step for step in steps if step is not None]
-    if not whole:
-        raise ConfigError(f"no backward in the trace has all {count(len(plan.buckets), 'bucket')} in it. {_HOW}")
-    source = f"trace of torch.profiler, median of {count(len(whole), 'backward')}"
-    return replace(typical_step(whole), source=source, rank=int(data.get("distributedInfo", {}).get("rank", 0)))
+    steps, skipped = measured_steps(_events(data), plan)
+    if not steps:
+        if not skipped:
+            raise ConfigError(f"the trace has no ranges named 'dp_compile::module ...'. {_HOW}")
+        reasons = "; ".join(f"{count(times, 'backward')}: {reason}" for reason, times in skipped.items())
+        raise ConfigError(f"no backward in the trace has all {count(len(plan.buckets), 'bucket')} ({reasons}). {_HOW}")
+    rank = int(data.get("distributedInfo", {}).get("rank", 0))
+    source = f"trace of torch.profiler, median of {count(len(steps), 'backward')}"
+    return replace(typical_step(steps), source=source, rank=rank)
 
 
 def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
@@ -80,65 +92,122 @@ def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
     return replace(step, measured=measured_step(trace, step))
 
 
-class _Event(NamedTuple):
+def measured_steps(
+    events: Sequence[Event], plan: BucketPlan, module: int | None = None, *, in_flight: bool = False
+) -> tuple[list[MeasuredStep], Counter[str]]:
+    """The backwards of a module in a trace, in order, and why others were not measured.
+
+    Args:
+        events: of the trace, in order.
+        plan: the module's.
+        module: its number; `None`: the one module whose buckets are those of the plan.
+        in_flight: what the last backward has deferred was not waited for in the trace.
+
+    Raises:
+        ConfigError: several modules have this plan.
+    """
+    ranges = list(_ranges(events))
+    expected = {(number, members_in_short(bucket)) for number, bucket in enumerate(plan.buckets)}
+    buckets = defaultdict[int, set[tuple[int, str]]](set)
+    for each in ranges:
+        for number in each.modules:
+            buckets[number].update([each.bucket] if each.bucket else [])
+    fitting = [number for number, seen in buckets.items() if seen and seen <= expected] if module is None else [module]
+    if len(fitting) > 1:
+        raise ConfigError(f"modules {fitting} of the trace have this plan. Profile a loop with one of them.")
+    backwards = [each for each in ranges if each.what == BACKWARD and (not fitting or each.modules.issuperset(fitting))]
+    timeline = _Timeline(events, [each for each in ranges if each.modules == set(fitting)], len(plan.buckets))
+    steps, skipped, since_us = list[MeasuredStep](), Counter[str](), -math.inf
+    for each, after in zip_longest(backwards, backwards[1:]):
+        until_us = math.inf if after is None else after.event.begin_us
+        inside = [other for other in timeline.ranges if each.event.spans(other.event)]
+        step, why_not = None, NOT_WHOLE
+        if len(each.modules) > 1:
+            why_not = SEVERAL_MODULES
+        elif after is None and in_flight:
+            why_not = IN_FLIGHT
+        elif any(other.what == COMPILE for other in inside):
+            why_not = COMPILED_IN_IT
+        elif not fitting or not {other.bucket for other in inside if other.bucket} <= expected:
+            why_not = OTHER_PLAN
+        else:
+            step = timeline.step(each.event, since_us, until_us)
+        since_us = each.event.end_us
+        if step is None:
+            skipped[why_not] += 1
+        else:
+            steps.append(step)
+    return steps, skipped
+
+
+class Event(NamedTuple):
     """A complete event of the trace, times in microseconds."""
 
     name: str
     category: str
     begin_us: float
     end_us: float
-    thread: tuple[Any, Any]
+    thread: object
     correlation: Any = None
 
-    def holds(self, other: _Event) -> bool:
-        return self.thread == other.thread and self.begin_us <= other.begin_us <= self.end_us
+    def spans(self, other: Event) -> bool:
+        return self.begin_us <= other.begin_us <= self.end_us
+
+    def holds(self, other: Event) -> bool:
+        return self.thread == other.thread and self.spans(other)
 
 
 class _Range(NamedTuple):
-    """A launch or a wait of a bucket. `of_several`: of one of several modules in a backward."""
+    """One of our ranges. `bucket`: its number and its members in short; `None`: it is of no bucket."""
 
-    event: _Event
-    of_several: bool
-    bucket: int
-    members: str
-    is_launch: bool
+    event: Event
+    modules: frozenset[int]
+    what: str
+    bucket: tuple[int, str] | None
+
+
+def _ranges(events: Iterable[Event]) -> Iterator[_Range]:
+    for event in events:
+        if (found := _RANGE.fullmatch(event.name)) is not None:
+            modules, bucket, members, what = found.groups()
+            of = None if bucket is None else (int(bucket), members)
+            yield _Range(event, frozenset(map(int, modules.split(", "))), what, of)
 
 
 class _Timeline:
-    """A trace's events by kind."""
+    """A trace's events by kind, and the ranges of one module."""
 
-    def __init__(self, events: Sequence[_Event], plan: BucketPlan) -> None:
-        self.events, self.buckets = events, len(plan.buckets)
-        kernels = {e.correlation: e for e in events if e.category in ("kernel", "gpu_memcpy", "gpu_memset")}
-        calls = (e for e in events if e.category in ("cuda_runtime", "cuda_driver") and e.correlation in kernels)
-        self._kernels = [(e, kernels[e.correlation]) for e in calls]
+    def __init__(self, events: Sequence[Event], ranges: Sequence[_Range], buckets: int) -> None:
+        self.ranges, self._buckets = ranges, buckets
+        kernels = {e.correlation: e for e in events if e.category in _KERNELS}
+        self._kernels = [
+            (e, kernels[e.correlation]) for e in events if e.category in _CALLS and e.correlation in kernels
+        ]
         self._called_us = [call.begin_us for call, _ in self._kernels]
-        named = [(e, found) for e in events if (found := _RANGE.fullmatch(e.name)) is not None]
-        self.ranges = [_Range(e, bool(m[1]), int(m[2]), m[3], m[4] == "launch") for e, m in named]
-        kinds = {name: what for what, name in FOLLOWING.items()}
-        self._follows = [(kinds[e.name], e) for e in events if e.name in kinds]
-        self._optimizer = _outermost(e for e in events if e.name.startswith("Optimizer.step#"))
-        inside = [e for e in events if e.name.startswith("Torch-Compiled Region")]
+        self._of_buckets = [(each.event, each.bucket[0], each.what == LAUNCH) for each in ranges if each.bucket]
+        self._follows = [(each.what, each.event) for each in ranges if each.what in (UPDATE, GATHER, FORWARD)]
+        self._optimizer = _outermost(e for e in events if e.name.startswith(_OPTIMIZER))
+        inside = [e for e in events if e.name.startswith(_REGION)]
         self._compiled = _outermost(e for e in inside if not any(each.holds(e) for each in self._optimizer))
-        self._gloo = self._gloo_events()
+        self._gloo = self._gloo_events(events)
 
-    def step(self, backward: _Event, since_us: float, until_us: float) -> MeasuredStep | None:
+    def step(self, backward: Event, since_us: float, until_us: float) -> MeasuredStep | None:
         """One backward, with what is around it; `None` if a bucket is missing, as at the edges of a trace."""
-        launches, waits = defaultdict[int, list[_Event]](list), defaultdict[int, list[_Event]](list)
-        for event, _, bucket, _, is_launch in self.ranges:
+        begin_us, end_us = self._limits(backward, any_thread=True)
+        launches, waits = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
+        for event, bucket, is_launch in self._of_buckets:
             if event.begin_us >= backward.begin_us and (is_launch or len(launches[bucket]) == 1):
                 (launches if is_launch else waits)[bucket].append(event)
         buckets = []
-        for number in range(self.buckets):
+        for number in range(self._buckets):
             launch = [event for event in launches[number] if event.begin_us <= backward.end_us]
             if len(launch) != 1 or not waits[number]:
                 return None
-            buckets.append(self._bucket(backward, launch[0], waits[number]))
-        begin_us, end_us = self._limits(backward)
+            buckets.append(self._bucket(backward, begin_us, launch[0], waits[number]))
         forward = [e for e in self._compiled if since_us <= e.begin_us < backward.begin_us]
         forward_s = self._seconds(forward)
         if forward_s is not None:  # waits for updates, and these, are no part of the forward that they are in
-            inner = [each.event for each in self.ranges if not each.is_launch]
+            inner = [event for event, _, is_launch in self._of_buckets if not is_launch]
             inner += [e for what, e in self._follows if what == UPDATE]
             forward_s -= self._seconds([e for e in inner if any(span.holds(e) for span in forward)]) or 0.0
         follows = [(what, *self._limits(e)) for what, e in self._follows if backward.begin_us <= e.begin_us < until_us]
@@ -153,12 +222,11 @@ class _Timeline:
             follows=tuple(Followed(what, *((us - begin_us) * _US for us in limits)) for what, *limits in follows),
         )
 
-    def _bucket(self, backward: _Event, launch: _Event, waits: Sequence[_Event]) -> MeasuredBucket:
-        zero_us, _ = self._limits(backward)
+    def _bucket(self, backward: Event, zero_us: float, launch: Event, waits: Sequence[Event]) -> MeasuredBucket:
         on_gpu = [kernel for kernel in self._kernels_in(launch) if _communicates(kernel)]
         if on_gpu:  # compute stands still from the end of what the host gave it before the wait
             begin_us, end_us = min(e.begin_us for e in on_gpu), max(e.end_us for e in on_gpu)
-            before = self._kernels_in(backward._replace(end_us=waits[0].begin_us))
+            before = self._kernels_in(backward._replace(end_us=waits[0].begin_us), any_thread=True)
             idle_us = max((e.end_us for e in before if not _communicates(e)), default=zero_us)
             times_us = (begin_us, end_us, zero_us + max(0.0, end_us - idle_us), begin_us, idle_us)
         else:
@@ -170,27 +238,27 @@ class _Timeline:
             return MeasuredBucket(launch_s, None, waited_s, None, wait_s)
         return MeasuredBucket(launch_s, finish_s, waited_s, start_s, wait_s)
 
-    def _kernels_in(self, span: _Event) -> list[_Event]:
-        """What the host launched on a GPU in a range."""
+    def _kernels_in(self, span: Event, *, any_thread: bool = False) -> list[Event]:
+        """What the host launched on a GPU in a range. Eager backwards launch from a thread of the device's."""
         first, last = bisect_left(self._called_us, span.begin_us), bisect_right(self._called_us, span.end_us)
-        return [kernel for call, kernel in self._kernels[first:last] if span.holds(call)]
+        return [kernel for call, kernel in self._kernels[first:last] if any_thread or span.holds(call)]
 
-    def _seconds(self, spans: Sequence[_Event]) -> float | None:
+    def _seconds(self, spans: Sequence[Event]) -> float | None:
         """How long ranges took together, on the GPU if there is one."""
         limits = [self._limits(span) for span in spans]
         return sum(end_us - begin_us for begin_us, end_us in limits) * _US if limits else None
 
-    def _limits(self, span: _Event) -> tuple[float, float]:
-        kernels = self._kernels_in(span) or [span]
+    def _limits(self, span: Event, *, any_thread: bool = False) -> tuple[float, float]:
+        kernels = self._kernels_in(span, any_thread=any_thread) or [span]
         return min(kernel.begin_us for kernel in kernels), max(kernel.end_us for kernel in kernels)
 
-    def _gloo_events(self) -> dict[float, _Event]:
+    def _gloo_events(self, events: Sequence[Event]) -> dict[float, Event]:
         """By the begin of one of our launch ranges, when gloo worked on it. Collectives of others take their turn."""
-        queue = deque(e for e in self.events if e.name.startswith("gloo:") and "all_reduce" in e.name)
-        launches = [each.event for each in self.ranges if each.is_launch]
+        queue = deque(e for e in events if e.name.startswith("gloo:") and "all_reduce" in e.name)
+        launches = [event for event, _, is_launch in self._of_buckets if is_launch]
         begins_us = [launch.begin_us for launch in launches]
-        found: dict[float, _Event] = {}
-        for call in (e for e in self.events if e.name == "c10d::allreduce_"):
+        found: dict[float, Event] = {}
+        for call in (e for e in events if e.name == "c10d::allreduce_"):
             while queue and queue[0].begin_us < call.begin_us:
                 queue.popleft()  # was given to gloo before the trace began
             if not queue:
@@ -201,47 +269,51 @@ class _Timeline:
         return found
 
 
-def _communicates(kernel: _Event) -> bool:
+def _communicates(kernel: Event) -> bool:
     return any(part in kernel.name.lower() for part in COLLECTIVE_KERNELS)
 
 
-def _outermost(spans: Iterable[_Event]) -> list[_Event]:
+def _outermost(spans: Iterable[Event]) -> list[Event]:
     """Ranges that are not inside another one; given by their begin."""
-    kept: list[_Event] = []
+    kept: list[Event] = []
     for span in spans:
         if not any(each.holds(span) for each in kept[-8:]):
             kept.append(span)
     return kept
 
 
-def _check_plan(ranges: Sequence[_Range], plan: BucketPlan) -> None:
-    """The names in the trace have to be those of the plan."""
-    if any(each.of_several for each in ranges):
-        raise ConfigError(
-            "the backwards in the trace are of several replicated modules, whose compute cannot be separated. Profile "
-            "a loop with one of them."
-        )
-    expected = {number: members_in_short(bucket) for number, bucket in enumerate(plan.buckets)}
-    if other := next((each for each in ranges if expected.get(each.bucket) != each.members), None):
-        raise ConfigError(
-            f"the trace is of another plan: its bucket {other.bucket} is {other.members}, the plan's is "
-            f"{expected.get(other.bucket, 'not there')}. Give the plan that was in use then; plans change in the first "
-            "backward, so profile after that."
-        )
+def events_of(recorded: profile) -> list[Event]:
+    """Of a profiler in this process."""
+    return _in_order(
+        Event(name, category, begin_ns / 1e3, end_ns / 1e3, thread, correlation)
+        for name, category, begin_ns, end_ns, thread, correlation in autograd.recorded_events(recorded, _counts)
+        if category != _ON_GPU
+    )
 
 
-def _events(data: Mapping[str, Any]) -> list[_Event]:
-    """Complete events by their begin; of equal ones the longer first."""
+def _counts(name: str) -> bool:
+    return name.startswith(_NAMED)
+
+
+def _in_order(events: Iterable[Event]) -> list[Event]:
+    """By their begin; of equal ones the longer first."""
+    return sorted(events, key=lambda event: (event.begin_us, -event.end_us))
+
+
+def _events(data: Mapping[str, Any]) -> list[Event]:
     found = []
     try:
         for each in data["traceEvents"]:
-            if each.get("ph") == "X" and each.get("cat") != _ON_GPU:
+            category = each.get("cat", "")
+            if each.get("ph") != "X" or category == _ON_GPU:
+                continue
+            if category in _ON_DEVICE or _counts(each["name"]):
                 begin_us, thread = float(each["ts"]), (each.get("pid"), each.get("tid"))
                 end_us, correlation = begin_us + float(each.get("dur", 0.0)), each.get("args", {}).get("correlation")
-                found.append(_Event(str(each["name"]), str(each.get("cat", "")), begin_us, end_us, thread, correlation))
+                found.append(Event(each["name"], category, begin_us, end_us, thread, correlation))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"not a trace of torch.profiler: {error!r}. Give a file of export_chrome_trace.") from error
-    return sorted(found, key=lambda event: (event.begin_us, -event.end_us))
+    return _in_order(found)
 
 
 def _read(path: Path) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
-from dp_compile.engine.events import FORWARD, GATHER, UPDATE
+from dp_compile.engine.ranges import FORWARD, GATHER, UPDATE
 from dp_compile.engine.record import OVERLAP_FORWARD, SHARDED, OptimizerRecord, Placement
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
@@ -59,7 +59,7 @@ class MeasuredBucket:
 
 
 class Followed(NamedTuple):
-    """What followed reductions, in the backward or after it: `update`, `gather` or `forward` (engine/events.py)."""
+    """What followed reductions, in the backward or after it: `update`, `gather` or `forward` (engine/ranges.py)."""
 
     what: str
     start_s: float

@@ -12,7 +12,7 @@ from html import escape
 from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
-from dp_compile.engine.events import GATHER
+from dp_compile.engine.ranges import GATHER
 from dp_compile.insight.step import (
     MeasuredStep,
     Step,

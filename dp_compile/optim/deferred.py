@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.events import NO_LISTENERS, UPDATE, WAIT, Listeners, listeners_of
 from dp_compile.engine.plan_sync import is_of_other_ranks
+from dp_compile.engine.ranges import UPDATE, WAIT, during, during_bucket
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ReductionError
 from dp_compile.optim.partial_steps import options_of
@@ -72,7 +72,7 @@ class Deferred:
         setup = self._setup
         pending = PendingUpdate(
             deferred=self, replica=setup.replica, indices=tuple(indices), buckets=tuple(each[0] for each in buckets),
-            listeners=listeners_of(setup.replica), setup=setup, optimizer=setup.optimizer, options=self._options,
+            setup=setup, optimizer=setup.optimizer, options=self._options,
             launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
         )  # fmt: skip
         if setup.replica.state.rehearses:
@@ -144,7 +144,7 @@ class Deferred:
 class Pending(ABC):
     """Work on some parameters that is in flight. Keeps them alive as long as that is so.
 
-    `indices`: of the parameters. `buckets`: by their numbers in the plan. `listeners` of the backward.
+    `indices`: of the parameters. `buckets`: by their numbers in the plan.
     `addresses` of its parameters, and `versions`: where each lay and how often it had been written to, at `register`.
     """
 
@@ -152,7 +152,6 @@ class Pending(ABC):
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
-    listeners: Listeners = NO_LISTENERS
     addresses: tuple[int, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
     is_over: bool = False
@@ -281,7 +280,7 @@ class PendingUpdate(Pending):
         parameters, gradients = self.parameters, self._reduced()
         kept = [parameter.grad for parameter in parameters]
         with (
-            self.listeners.during(UPDATE),
+            during(UPDATE, self.replica),
             self.setup.steps.only(self.optimizer, parameters, options=self.options),
         ):
             for index, parameter in zip(self.indices, parameters, strict=True):
@@ -294,7 +293,7 @@ class PendingUpdate(Pending):
         """The gradients by index in the module, once they are here."""
         gradients: dict[int, torch.Tensor] = {}
         for number, bucket, launched in self.launched:
-            with self.listeners.during(WAIT, number):
+            with during_bucket(WAIT, self.replica, number, bucket):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
             _, post_scale = ops.factors(bucket.key.reduction)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx, nn
 
 from dp_compile._torch import inductor
-from dp_compile.engine.events import FORWARD, listeners_of
 from dp_compile.engine.owners import owners
+from dp_compile.engine.ranges import FORWARD, during
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.crossing import ArriveBeforeUse, arrive, in_flight, take_starts_out
@@ -124,7 +124,7 @@ def _waiting_by_itself(
             for replica in replicas:
                 if breaks:
                     replica.arrive()
-                stack.enter_context(listeners_of(replica).during(FORWARD))
+                stack.enter_context(during(FORWARD, replica))
             if breaks or starts_here:
                 _note_forward(replicas, whole=not breaks)
             result = compiled(*args)

@@ -27,9 +27,9 @@ from torch import nn
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
-from dp_compile.engine.events import GATHER, UPDATE, listeners_of
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
+from dp_compile.engine.ranges import GATHER, UPDATE, during
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.sinks import Wanted
@@ -96,7 +96,7 @@ class Gather(Pending):
         self.work.wait()
 
     def finish(self) -> None:
-        with self.listeners.during(GATHER):
+        with during(GATHER, self.replica):
             self.work.wait()
             for piece in self.others:
                 part = self.values[piece.offset : piece.offset + piece.numel]
@@ -464,7 +464,7 @@ class Shard(Part):
 
     def _step(self, gradients: Mapping[int, torch.Tensor]) -> None:
         if gradients:
-            with listeners_of(self.setup.replica).during(UPDATE), self._narrowed(gradients) as optimizer:
+            with during(UPDATE, self.setup.replica), self._narrowed(gradients) as optimizer:
                 optim.step_without_hooks(optimizer)
         self._has_state = True
 
@@ -539,7 +539,7 @@ class Shard(Part):
                 if held.error is None:
                     self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             like = self.parameters[bucket.members[0].gradient.index]
-            with listeners_of(replica).during(GATHER):
+            with during(GATHER, replica):
                 values, work = self._memory(number, bucket.numel, like), None
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
@@ -547,7 +547,7 @@ class Shard(Part):
                     work = launch_gather(stage, values)
                 work = work or launch_gather(stage, values)  # the others wait for it
             gather = Gather(
-                deferred=self.deferred, replica=replica, listeners=listeners_of(replica), buckets=(number,),
+                deferred=self.deferred, replica=replica, buckets=(number,),
                 indices=tuple(each.gradient.index for each in bucket.members), others=others, values=values, work=work,
             )  # fmt: skip
             if self.deferred is not None:

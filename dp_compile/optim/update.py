@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.events import UPDATE, listeners_of
 from dp_compile.engine.guards import forget_comparison
+from dp_compile.engine.ranges import UPDATE, during
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.sinks import Wanted
 from dp_compile.errors import ConfigError, ReductionError
@@ -103,7 +103,7 @@ class Whole(Part):
                 optimizer.total_norm = clip(mine, setup.max_norm)  # type: ignore[attr-defined]
             if scaler is None or not optim.found_inf(scaler, optimizer):
                 setup.updated.update(indices)
-                with listeners_of(replica).during(UPDATE):
+                with during(UPDATE, replica):
                     optim.step_without_hooks(optimizer)
 
     def before_step(self) -> None:

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_compile._torch import autograd, compiler, inductor
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.events import CAPTURED, Compilation, Observer, observers_of
+from dp_compile.engine.dumps import CAPTURED, TO_INDUCTOR, recorders
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
@@ -26,7 +26,6 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import link as link_of
 from dp_compile.plan.cost import ring_or_tree
 from dp_compile.plan.words import count, format_bytes
-from dp_compile.replication.module import replica_of
 from dp_compile.replication.replicate import replicate_module, unreplicate
 from dp_compile.testing.golden import assert_text
 from dp_compile.testing.training import Training
@@ -136,7 +135,9 @@ def backward_of(
     if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)
     recorder = _Recorder()
+    recorders.append(recorder.stage)
     with contextlib.ExitStack() as exits:
+        exits.callback(recorders.remove, recorder.stage)
         for each in (torch.random.fork_rng(devices=[]), fresh_compiler(), inductor.generated_anew()):
             exits.enter_context(each)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -145,7 +146,6 @@ def backward_of(
             model = training.model().to(on)
         batch = autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
         replicate_module(model, {}, config=config, needs_values=False, **training.options)
-        observers_of(replica_of(model)).append(recorder)
         exits.callback(unreplicate, model)
         return _seen(training, config, model, batch, recorder)
 
@@ -216,34 +216,20 @@ def _span(bucket: Bucket) -> str:
     return f"{count(len(labels), 'gradient')}: {' + '.join([' .. '.join(ends), *flags])}"
 
 
-class _Recorder(Observer):
+class _Recorder:
     """Keeps the text of each compiled graph after the last pass, its collectives, and bytes that they are given."""
 
     def __init__(self) -> None:
         self.graphs: list[tuple[str, int, int]] = []
 
-    def compilation(self, begun: Compilation) -> _Recording:
-        return _Recording(self.graphs, begun.plans)
-
-
-class _Recording:
-    def __init__(self, graphs: list[tuple[str, int, int]], plans: Sequence[BucketPlan]) -> None:
-        self.graphs, self.plans = graphs, plans
-        self.latest: tuple[str, int, int] | None = None
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None:
-        self.graphs += [self.latest] if self.latest is not None else []
-
-    def stage(self, name: str, graph: fx.Graph) -> None:
+    def stage(self, name: str, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
         if name == CAPTURED:  # as Dynamo leaves it, without values
-            return
-        launches = list(filter(is_collective, graph.nodes))
-        given = (node.all_input_nodes[0] for node in launches if provenance_of(node) is not None)
-        self.latest = _graph_text(graph, self.plans), len(launches), sum(each.meta["val"].nbytes for each in given)
-
-    def code(self, graph: fx.Graph, code: str) -> None: ...
+            self.graphs.append(("", 0, 0))
+        elif name != TO_INDUCTOR:
+            launches = list(filter(is_collective, graph.nodes))
+            given = (node.all_input_nodes[0] for node in launches if provenance_of(node) is not None)
+            nbytes = sum(each.meta["val"].nbytes for each in given)
+            self.graphs[-1] = _graph_text(graph, plans), len(launches), nbytes
 
 
 def _name(node: fx.Node) -> str:

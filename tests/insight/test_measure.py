@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +16,9 @@ from torch._dynamo import utils as dynamo_utils
 
 import dp_compile
 from dp_compile._torch import compiler, distributed
-from dp_compile.engine.events import BackwardListener, BucketEvents, Listeners
+from dp_compile.engine.ranges import BucketRanges
 from dp_compile.insight.observe import step_of
+from dp_compile.insight.profile import COMPILED_IN_IT
 from dp_compile.insight.step import MeasuredStep, typical_step
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
 from dp_compile.testing.ranks import Ranks
@@ -40,33 +41,22 @@ def train(model: nn.Module, run: Any, times: int, batch: int = 4) -> None:
         run(torch.ones(batch, 8)).sum().backward()
 
 
-class Notes(BackwardListener):
-    """Writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def during(self, what: str, module: int, bucket: int) -> contextlib.AbstractContextManager[None]:
-        self.heard.append(f"{what} {module}.{bucket}")
-        return contextlib.nullcontext()
-
-
 @in_a_group
-class TestWhichBucket:
-    def test_code_that_draws_random_numbers_once_more(self) -> None:
-        """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
-        key, notes, group = bucket_key("", "sum", "float32", "cpu"), Notes(), dist.group.WORLD
-        assert group is not None
-        bucket = Layout(1).bucket(key, [GradientSpec(0, "g0", (4,), (1,), 4, key)], "")
-        again, state, ops = torch.ops.higher_order.run_with_rng_state, torch.get_rng_state(), torch.ops._c10d_functional
-        with BucketEvents([BucketPlan((bucket,))], [Listeners((notes,))]):
-            ops.wait_tensor(ops.all_reduce(torch.ones(7), "sum", distributed.group_name(group)))  # of others
-            assert not notes.heard
-            drawn = again(state, torch.ops.aten.rand_like.default, torch.ones(4))
-            ops.wait_tensor(ops.all_reduce(drawn, "sum", distributed.group_name(group)))
-        torch.set_rng_state(state)
-        torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
-        assert notes.heard == ["launch 0.0", "wait 0.0"]
+def test_code_that_draws_random_numbers_once_more() -> None:
+    """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
+    key, group = bucket_key("", "sum", "float32", "cpu"), dist.group.WORLD
+    assert group is not None
+    bucket = Layout(1).bucket(key, [GradientSpec(0, "g0", (4,), (1,), 4, key)], "")
+    replica: Any = SimpleNamespace(plan=BucketPlan((bucket,)), module=SimpleNamespace(number=7))
+    again, state, ops = torch.ops.higher_order.run_with_rng_state, torch.get_rng_state(), torch.ops._c10d_functional
+    with torch.profiler.profile() as profile, BucketRanges([replica]):
+        ops.wait_tensor(ops.all_reduce(torch.ones(7), "sum", distributed.group_name(group)))  # of others
+        drawn = again(state, torch.ops.aten.rand_like.default, torch.ones(4))
+        ops.wait_tensor(ops.all_reduce(drawn, "sum", distributed.group_name(group)))
+    torch.set_rng_state(state)
+    torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
+    names = [each.name for each in profile.events() if each.name.startswith("dp_compile::module")]
+    assert names == ["dp_compile::module 7 bucket 0 (g0) launch", "dp_compile::module 7 bucket 0 (g0) wait"]
 
 
 @in_a_group
@@ -105,31 +95,31 @@ def test_what_is_not_measured_has_a_reason(caplog: pytest.LogCaptureFixture) -> 
         train(model, run, 3)
         with dp_compile.no_sync(model):
             train(model, run, 1)
-        with pytest.raises(dp_compile.ModuleError, match="being measured already"), dp_compile.measure(model):
+        with pytest.raises(dp_compile.ModuleError, match="profiler records already"), dp_compile.measure(model):
             pass
     assert len(measurement.backwards) == 2
-    assert measurement.why_not == "1 backward: code was compiled in it"
+    assert measurement.why_not == f"1 backward: {COMPILED_IN_IT}"
     with pytest.raises(dp_compile.ModuleError, match="replicate"), dp_compile.measure(nn.Linear(2, 2)):
         pass
 
 
-def one_rank_measures() -> tuple[int, int, int]:
-    model, run = made(dp_compile.ReplicateConfig(backend="aot_eager"))
+def one_rank_measures() -> MeasuredStep | None:
+    model, run = made(dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0004))
     if dist.get_rank() == 1:
         train(model, run, 8)
-        return 0, 0, len(dp_compile.report(model).plan.buckets)
+        return None
     with dp_compile.measure(model) as measurement:
         train(model, run, 8)
-    assert measurement.step is not None
-    return len(measurement.backwards), measurement.not_measured.total(), len(dp_compile.report(model).plan.buckets)
+    assert measurement.not_measured == {COMPILED_IN_IT: 1}
+    return measurement.step
 
 
-def test_one_rank_measures_alone_and_a_new_plan_comes_in_between(ranks2: Ranks) -> None:
-    """8 backwards: compiled in the first, and in the fourth if its plan differs."""
-    (measured, skipped, buckets), (_, _, buckets_of_other) = ranks2.run(one_rank_measures)
-    assert measured > 0
-    assert measured + skipped == 8
-    assert buckets == buckets_of_other
+def test_one_rank_measures_alone(ranks2: Ranks) -> None:
+    step, _ = ranks2.run(one_rank_measures)
+    assert len(step.buckets) == 2
+    assert 0 < step.exposed_s < step.backward_s < step.step_s
+    for bucket in step.buckets:
+        assert 0 < bucket.launch_s < bucket.start_s < bucket.finish_s < step.backward_s
 
 
 def test_a_typical_step_is_longer_than_its_backward() -> None:
@@ -142,14 +132,10 @@ def test_a_typical_step_is_longer_than_its_backward() -> None:
 
 @in_a_group
 def test_nothing_is_measured_unasked() -> None:
-    """No clock is made, and no mode sees the ops of compiled code."""
+    """No mode sees the ops of compiled code."""
     model, run = made()
-    with (
-        mock.patch("dp_compile.engine.events.LaunchClock.__init__", side_effect=AssertionError) as clock,
-        mock.patch.object(BucketEvents, "__torch_dispatch__", side_effect=AssertionError) as mode,
-    ):
+    with mock.patch.object(BucketRanges, "__torch_dispatch__", side_effect=AssertionError) as mode:
         train(model, run, 5)
-    clock.assert_not_called()
     mode.assert_not_called()
     assert dp_compile.step_of(model).measured is None
     assert str(dp_compile.explain(model)).startswith("Estimated, not measured: ")
@@ -157,9 +143,9 @@ def test_nothing_is_measured_unasked() -> None:
 
 
 @in_a_group
-def test_ops_are_listened_to_without_dynamo_around_each() -> None:
+def test_ops_are_measured_without_dynamo_around_each() -> None:
     """torch wraps what a mode does with an op in what takes longer than the op: a backward would seem twice as long."""
-    dispatch = BucketEvents.__torch_dispatch__
+    dispatch = BucketRanges.__torch_dispatch__
     assert inspect.unwrap(dispatch) is dispatch
     assert not hasattr(dispatch, "_torchdynamo_disable")
     model, run = made()

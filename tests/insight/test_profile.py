@@ -16,11 +16,12 @@ from torch import nn
 
 import dp_compile
 from dp_compile.cli.main import main
+from dp_compile.engine.ranges import LAUNCH, WAIT, members_in_short
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.profile import measured_step, with_profile
-from dp_compile.insight.ranges import BACKWARD_RANGE, BackwardRanges
 from dp_compile.insight.step import MeasuredStep
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 KEY = bucket_key("", "sum", "float32", "cpu")
@@ -31,8 +32,12 @@ def bucket_of(*names: str) -> Bucket:
 
 
 PLAN = BucketPlan((bucket_of("b.weight", "b.bias"), bucket_of("a.weight", UNUSED_FLAGS)))
-LAUNCHES = [f"{BackwardRanges([PLAN])._name(0, number)} launch" for number in (0, 1)]
-WAITS = [f"{BackwardRanges([PLAN])._name(0, number)} wait" for number in (0, 1)]
+MODULE = "dp_compile::module 4"
+BACKWARD_RANGE = f"{MODULE} backward"
+LAUNCHES, WAITS = (
+    [f"{MODULE} bucket {number} ({members_in_short(each)}) {what}" for number, each in enumerate(PLAN.buckets)]
+    for what in (LAUNCH, WAIT)
+)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -49,12 +54,13 @@ def test_collectives_carry_the_name_of_their_bucket(eager: bool) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             output.backward()
     names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
-    assert [name for name in names if name.endswith((" launch", " wait")) or name == BACKWARD_RANGE] == [
-        BACKWARD_RANGE,
-        "dp_compile::bucket 0 (1.bias .. +1) launch",
-        "dp_compile::bucket 1 (0.bias .. +1) launch",
-        "dp_compile::bucket 0 (1.bias .. +1) wait",
-        "dp_compile::bucket 1 (0.bias .. +1) wait",
+    prefix = f"dp_compile::module {replica_of(model).module.number}"
+    assert [name.removeprefix(prefix) for name in names if name.startswith(prefix)] == [
+        " backward",
+        " bucket 0 (1.bias .. +1) launch",
+        " bucket 1 (0.bias .. +1) launch",
+        " bucket 0 (1.bias .. +1) wait",
+        " bucket 1 (0.bias .. +1) wait",
     ]
 
 
@@ -153,10 +159,18 @@ def test_kernels_count_where_there_are_some(collective: str) -> None:
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        (on_host(0)[:-6], "no backward in the trace has all 2 buckets"),
+        (on_host(0)[:-6], "1 backward: not every bucket was launched and waited for"),
         (
-            [*on_host(0), event("dp_compile::bucket 1 (c.bias) launch", 9, 1)],
-            "its bucket 1 is c.bias, the plan's is a.weight",
+            [*on_host(0), event(f"{MODULE} bucket 1 (c.bias) launch", 9, 1)],
+            "1 backward: it is of another plan or module",
+        ),
+        (
+            [*on_host(0), *({**each, "name": each["name"].replace("module 4", "module 5")} for each in on_host(900))],
+            r"modules \[4, 5\] of the trace have this plan",
+        ),
+        (
+            [*on_host(0), event("dp_compile::modules 4, 5 backward", 900, 1)][-1:],
+            "1 backward: it is of several replicated modules",
         ),
     ],
 )
@@ -212,4 +226,4 @@ def test_the_commands_take_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "trace of torch.profiler, median of 1 backward" in Path(picture).read_text()
     Path(trace_file).write_text(json.dumps(trace_of(event("mm", 0.0, 1.0))))
     assert main(["explain", step_file, "--profile", trace_file]) == 2
-    assert "no ranges named 'dp_compile::bucket ...'" in capsys.readouterr().err
+    assert "no ranges named 'dp_compile::module ...'" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from dp_compile.insight.explain import SHORTEST_S, Explanation, explanation_of
 from dp_compile.insight.measure import Measurement
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import predict
+from dp_compile.insight.profile import IN_FLIGHT
 from dp_compile.insight.step import MeasuredStep, Step
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0002)
@@ -73,7 +74,7 @@ def seen(fake_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory
 
 def test_what_crosses_is_waited_for_in_the_next_forward(seen: dict[str, Seen]) -> None:
     step, measured, measurement, report, explanation, text = seen["crossing"]
-    assert measurement.not_measured == {"updates of it were in flight when the block ended": 1}
+    assert measurement.not_measured == {IN_FLIGHT: 1}
     assert len(measurement.backwards) == 2
     later = {number for number, bucket in enumerate(measured.buckets) if measured.is_after(bucket.wait_s)}
     assert later == step.left == {*range(1, len(step.plan.buckets))}
@@ -115,7 +116,7 @@ def test_updates_and_all_gathers_are_no_compute(seen: dict[str, Seen], way: str)
 
 def test_all_gathers_are_waited_for_in_the_next_forward(seen: dict[str, Seen]) -> None:
     step, measured, measurement, report, explanation, _ = seen["sharded crossing"]
-    assert measurement.not_measured == {"updates of it were in flight when the block ended": 1}
+    assert measurement.not_measured == {IN_FLIGHT: 1}
     assert step.gathers_late
     assert not step.left
     forward = measured.next_forward

@@ -18,8 +18,8 @@ from dp_compile.fx.collectives import (
     is_collective,
     is_wait,
 )
-from dp_compile.insight.graph_names import node_names
 from dp_compile.passes import BucketReductions, ScheduleCollectives
+from dp_compile.passes.graph_names import node_names
 from dp_compile.plan import backends
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import Levels

@@ -21,9 +21,9 @@ import dp_compile
 from dp_compile.cli.main import main
 from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
 from dp_compile.engine import compile as compilation
+from dp_compile.engine import dumps
+from dp_compile.engine.dumps import captures_in
 from dp_compile.errors import InvalidGraphError
-from dp_compile.insight import dumps
-from dp_compile.insight.dumps import captures_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
 
@@ -68,7 +68,7 @@ def test_the_files_of_a_backward(tmp_path: Path) -> None:
     capture = only_capture(tmp_path)
     assert capture == tmp_path / "rank0" / "capture0"
     stages = [f"{number}-{stage}.txt" for number, stage in enumerate(STAGES)]
-    assert sorted(path.name for path in capture.iterdir()) == sorted([*stages, "plan.txt", "step.json"])
+    assert sorted(path.name for path in capture.iterdir()) == sorted([*stages, "plan.txt"])
     assert (capture / "plan.txt").read_text() == f"{dp_compile.report(model).plan}\n"
     _, _, whole = (capture / "1-analysed.txt").read_text().partition("# As torch prints it\n")
     assert "torch.ops.dp_compile.reduce_grad" in whole
@@ -108,7 +108,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path: Path, ca
     (record,) = caplog.records
     assert record.name == "dp_compile.dumps"
     assert "Training goes on" in record.getMessage()
-    assert dumps.observer.compilation(mock.Mock(dump_dir=None)) is None
+    assert not dumps.are_wanted()
     for first, second, plain in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(first.grad, plain.grad)
         assert torch.equal(second.grad, plain.grad)
@@ -145,7 +145,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "rank0/capture0"
     names = [f"{number}-{stage}.txt" for number, stage in enumerate(STAGES)]
-    assert [line.split()[0] for line in shown[1:]] == [*names, "plan.txt", "step.json"]
+    assert [line.split()[0] for line in shown[1:]] == [*names, "plan.txt"]
     assert shown[4].endswith("2 launches, 2 waits")
     for stage in ("3", "schedule-collectives", "3-schedule-collectives"):
         assert main(["dump", "rank0/capture0", "--stage", stage]) == 0

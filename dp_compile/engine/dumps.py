@@ -7,7 +7,6 @@ DIR/rank0/capture0/plan.txt                  the buckets
                    ..-to-inductor.txt        what Inductor generates code from, after its own last changes
                    ..-code.txt               the generated code; with `aot_eager` that of the final graph
                    notes.txt                 why stages are missing, if some are
-                   step.json                 the step, once the backward has run
 
 Each graph is there in short, with the names of parameters and buckets, then as torch prints it. Nothing here changes a
 graph or stops a training: what cannot be written is given up with one warning.
@@ -19,75 +18,56 @@ import contextlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import dynamo
-from dp_compile.engine.events import Compilation, Observer
-from dp_compile.engine.replica import Replica
+from dp_compile.config import dump_directory
 from dp_compile.fx.text import outline
-from dp_compile.insight.graph_names import node_names
-from dp_compile.insight.observe import step_of_replica
+from dp_compile.passes.graph_names import node_names
 from dp_compile.passes.reduction import reductions_in
+from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.dumps")
 
+CAPTURED: Final = "captured"
+"""As Dynamo leaves it, before any pass."""
 ANALYSED: Final = "analysed"
 TO_INDUCTOR: Final = "to-inductor"
-STEP_FILE: Final = "step.json"
 
+recorders: Final[list[Callable[[str, fx.Graph, Sequence[BucketPlan]], None]]] = []
+"""Tools of tests: called with the name of each stage, its graph and the plans of the modules in it."""
 _given_up: set[str] = set()
 """Directories that could not be written."""
 
 
-class Dumps(Observer):
-    """Writes each compilation that is wanted, and afterwards the step of each module to its latest dump."""
-
-    def __init__(self) -> None:
-        self._directory: WeakKeyDictionary[Replica, Path] = WeakKeyDictionary()
-
-    def compilation(self, begun: Compilation) -> Dump | None:
-        if begun.dump_dir is None and not dynamo.structured_trace_is_on():
-            return None
-        dump = Dump(begun)
-        for replica in begun.replicas:
-            self._directory.pop(replica, None)
-            if dump.directory is not None:
-                self._directory[replica] = dump.directory
-        return dump
-
-    def compiled(self, replicas: Sequence[Replica]) -> None:
-        for ordinal, replica in enumerate(replicas):
-            if (directory := self._directory.get(replica)) is not None:
-                path = directory / (STEP_FILE if not ordinal else f"{ordinal}-{STEP_FILE}")
-                try:
-                    path.write_text(step_of_replica(replica).to_json(), encoding="utf-8")
-                except OSError as error:
-                    _warn_once(str(path), error)
-
-
-observer: Final = Dumps()
+def are_wanted() -> bool:
+    """Whether graphs go to a directory, into torch's structured trace, or to a recorder."""
+    return dump_directory() is not None or dynamo.structured_trace_is_on() or bool(recorders)
 
 
 class Dump:
-    """One captured backward while it is compiled. `directory`: of its files; `None`: only the structured trace."""
+    """One captured backward while it is compiled: its code is generated, also where a cache has it.
 
-    def __init__(self, begun: Compilation) -> None:
+    `plans`: one for each module in it. `inputs`: the parameter that each input is, `None` for others. `directory`: of
+    its files; `None`: only the structured trace.
+    """
+
+    def __init__(self, plans: Sequence[BucketPlan], inputs: Sequence[str | None]) -> None:
         self.directory: Path | None = None
-        self._begun = begun
+        self._plans, self._inputs, self._root = plans, inputs, dump_directory()
         self._stages: list[str] = []
-        if begun.dump_dir is not None and begun.dump_dir not in _given_up:
+        if self._root is not None and self._root not in _given_up:
             with self._giving_up():
                 rank = dist.get_rank() if dist.is_initialized() else 0
-                self.directory = _new_directory(Path(begun.dump_dir) / f"rank{rank}")
-                self._write("plan", "\n\n".join(map(str, begun.plans)) + "\n")
+                self.directory = _new_directory(Path(self._root) / f"rank{rank}")
+                self._write("plan", "\n\n".join(map(str, plans)) + "\n")
 
     def __enter__(self) -> Dump:
         return self
@@ -104,8 +84,10 @@ class Dump:
 
     def stage(self, name: str, graph: fx.Graph) -> None:
         """Write a graph at a stage."""
+        for record in recorders:
+            record(name, graph, self._plans)
         with self._giving_up():
-            text = outline(graph, node_names(graph, self._begun.plans, self._begun.inputs))
+            text = outline(graph, node_names(graph, self._plans, self._inputs))
             if name == ANALYSED:
                 text += f"   {count(len(reductions_in(graph)), 'reduction')} found\n"
             whole = graph.python_code("self", verbose=True, include_stride=True, include_device=True).src
@@ -135,20 +117,17 @@ class Dump:
         try:
             yield
         except Exception as error:
-            self.directory = None
-            _warn_once(self._begun.dump_dir or "torch's structured trace", error)
+            self.directory, where = None, self._root or "torch's structured trace"
+            if where not in _given_up:
+                _given_up.add(where)
+                what = f"{type(error).__name__}: {error}"
+                logger.warning("no more dumps into %s: %s. Training goes on.", where, what)
 
 
 def captures_in(directory: Path) -> list[Path]:
     """The directories of all captures by rank and number; `directory`: of a dump, of a rank or of one capture."""
     found = [path.parent for path in directory.rglob("plan.txt") if path.parent.name.startswith("capture")]
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", "/".join(path.parts[-2:]))])
-
-
-def _warn_once(where: str, error: Exception) -> None:
-    if where not in _given_up:
-        _given_up.add(where)
-        logger.warning("no more dumps into %s: %s: %s. Training goes on.", where, type(error).__name__, error)
 
 
 def _new_directory(rank: Path) -> Path:

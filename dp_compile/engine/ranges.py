@@ -1,0 +1,118 @@
+"""Named ranges for `torch.profiler`: while one records, its trace shows what this package does, by name.
+
+dp_compile::module 0 backward                                          from its start to where all has arrived
+dp_compile::module 0 bucket 3 (blocks.1.expand.weight .. +4) launch    and `wait`, in it or in the next forward
+dp_compile::module 0 update                                            what follows reductions: `update`, `gather`,
+                                                                       and `forward`, one that waits for updates
+dp_compile::module 0 compile                                           code is made for the backward around it
+
+A backward of several modules is one of `modules 0, 1`. `insight/profile.py` reads these names. Without a profiler
+nothing is timed or dispatched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from dp_compile._torch import autograd
+from dp_compile.engine.replica import Replica
+from dp_compile.fx.collectives import WAIT as WAIT_TENSOR
+from dp_compile.fx.collectives import is_launch
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
+from dp_compile.plan.reduction import launch_order
+
+BACKWARD: Final = "backward"
+COMPILE: Final = "compile"
+UPDATE: Final = "update"
+GATHER: Final = "gather"
+FORWARD: Final = "forward"
+LAUNCH: Final = "launch"
+WAIT: Final = "wait"
+
+
+def during(what: str, *replicas: Replica) -> contextlib.AbstractContextManager[Any]:
+    """A range around what is done for these modules; nothing if there are none."""
+    if not replicas or not autograd.profiler_is_on():
+        return contextlib.nullcontext()
+    numbers = ", ".join(str(replica.module.number) for replica in replicas)
+    return autograd.named_range(f"dp_compile::module{'s' * (len(replicas) > 1)} {numbers} {what}")
+
+
+def during_bucket(what: str, replica: Replica, number: int, bucket: Bucket) -> contextlib.AbstractContextManager[Any]:
+    """A range around a launch or a wait of the bucket with this number in the plan."""
+    if not autograd.profiler_is_on():
+        return contextlib.nullcontext()
+    return during(f"bucket {number} ({members_in_short(bucket)}) {what}", replica)
+
+
+def members_in_short(bucket: Bucket) -> str:
+    """The first member's name, and how many gradients come after it."""
+    labels = [member.label for member in bucket.members if member.gradient.name != UNUSED_FLAGS] or ["flags only"]
+    return labels[0] if len(labels) == 1 else f"{labels[0]} .. +{len(labels) - 1}"
+
+
+class BucketRanges(autograd.TorchDispatchMode):
+    """Recognises the collectives of buckets among the ops that compiled code calls, and puts ranges around them.
+
+    Pushed only around code that is compiled already: nothing is compiled again for it. Launches run in the order of
+    the plans. One that does not have the sizes of the one that is next is not of a bucket. Of a bucket with several
+    stages the first launch has a range, and each wait.
+    """
+
+    # Code with activation checkpointing calls such: what draws random numbers once more.
+    supports_higher_order_operators = True
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._expected = [each for replica in replicas for each in _launches(replica)]
+        self._launched = 0
+        self._in_flight: dict[int, _Expected] = {}
+        """By the address of what is reduced. It stays there until it has been waited for."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch switches Dynamo off around each op: it would be off already, where compiled backwards run.
+
+        It takes longer than small ops do: a step with 2,000 small parameters took 79 ms, and takes 44 (torch 2.13).
+        """
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if is_launch(func):
+            return self._launch(func, args, kwargs or {})
+        if func is WAIT_TENSOR and (of := self._in_flight.pop(args[0].data_ptr(), None)) is not None:
+            with during_bucket(WAIT, *of.bucket):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _launch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        expected = self._expected[self._launched] if self._launched < len(self._expected) else None
+        # Several tensors are of a collective of the model's.
+        if expected is None or isinstance(args[0], list) or expected.numel not in (None, args[0].numel()):
+            return func(*args, **kwargs)
+        self._launched += 1
+        with during_bucket(LAUNCH, *expected.bucket) if expected.is_first else contextlib.nullcontext():
+            result = func(*args, **kwargs)
+        self._in_flight[result.data_ptr()] = expected
+        return result
+
+
+class _Expected(NamedTuple):
+    """A launch: of which bucket, how large its tensor is (`None`: a functional hook may send any size), and whether it
+    is the bucket's first."""
+
+    bucket: tuple[Replica, int, Bucket]
+    numel: int | None
+    is_first: bool
+
+
+def _launches(replica: Replica) -> Iterator[_Expected]:
+    buckets = replica.plan.buckets
+    for number, stage in launch_order([bucket.key.reduction.stages for bucket in buckets]):
+        reduction = buckets[number].key.reduction
+        numel = None if reduction.hook is not None else list(reduction.numels(buckets[number].numel))[stage]
+        yield _Expected((replica, number, buckets[number]), numel, stage == 0)
