@@ -116,7 +116,7 @@ def torchft(_: str) -> None:
         quorum_timeout=timedelta(seconds=20),
         init_sync=False,
     )
-    # Not its `DistributedDataParallel`, whose hook raises an AssertionError when a rank is lost (0.2.0 with torch 2.13).
+    # Not its `DistributedDataParallel`, whose hook raises an AssertionError when a rank is lost (0.2.0, torch 2.13).
     model, optimizer = PureDistributedDataParallel(manager, inner), Optimizer(manager, wrapped)
     while manager.current_step() < STEPS:
         before = manager.current_step()
