@@ -241,7 +241,7 @@ def _random_buckets(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layo
             draw(st.sampled_from(same)).append(spec)
         else:
             buckets.append([spec])
-    return BucketPlan(tuple(layout.bucket(bucket[0].key, bucket, "drawn") for bucket in buckets))
+    return BucketPlan(tuple(layout.bucket(bucket) for bucket in buckets))
 
 
 def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:

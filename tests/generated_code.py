@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,6 +35,10 @@ class Span:
     storage: str
     start: int = 0
     end: int = _UNKNOWN
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
 
     def overlaps(self, other: Span) -> bool:
         return self.storage == other.storage and self.start < other.end and other.start < self.end
@@ -91,6 +95,28 @@ def read_code(code: str) -> GeneratedCode:
     for flight in reader.flights:
         reader.fault(functions[-1].end_lineno or 0, f"the code ends, no wait for {_text(flight.written)}", flight)
     return GeneratedCode(tuple(reader.calls), tuple(reader.faults))
+
+
+def copies(members: Iterable[tuple[str, Span]], code: GeneratedCode) -> Iterator[str]:
+    """Gradients, by their places in buckets, that the call which writes them takes from one memory of their size,
+    written before by another call."""
+    for label, member in members:
+        written: set[Span] = set()
+        for call in code.calls:
+            if call.kind == LAUNCH and any(member.overlaps(span) for span in call.reads):
+                break
+            if any(span.overlaps(member) for span in call.writes):
+                given = [span for span in call.reads if span not in call.writes]
+                # Of its size or padded; what is much larger is added up.
+                alike = [span for span in given if member.numel <= span.numel < 1.5 * member.numel]
+                if call.kind == KERNEL and len(alike) == 1 and (alike[0] in written or _is_result(alike[0])):
+                    yield label
+            written.update(call.writes)
+
+
+def _is_result(span: Span) -> bool:
+    """Whether it is one of several that a library's call returned."""
+    return "[" in span.storage and not span.storage.startswith("args")
 
 
 def triton_sources(code: str) -> dict[str, str]:
@@ -201,6 +227,8 @@ class _Reader:
             return (Span(self._allocated(name), 0, int(ast.literal_eval(node.args[2]))),)
         if function == "copy_if_misaligned":  # of an input; the memory is another one, but then nobody else's
             return self._value(node.args[0], name)
+        if function in ("assert_size_stride", "assert_tensor_metadata"):  # the second in torch 2.15
+            self._note_size(node)
         if _NO_TENSORS.search(function):
             return ()
         given = [self._value(each, name) for each in node.args]
@@ -214,6 +242,13 @@ class _Reader:
             kind = KERNEL if function.removesuffix(".run") in self.kernels else LIBRARY
             self._note(Call(kind, function, node.lineno, reads, writes))
         return self._result(function, reads, writes, name)
+
+    def _note_size(self, node: ast.Call) -> None:
+        """The text says of results of a library only here how large they are."""
+        name = ast.unparse(node.args[0])
+        for span in self.names.get(name, ())[:1]:
+            if span.end == _UNKNOWN:
+                self.names[name] = (Span(span.storage, 0, _numel(node.args[1], node.args[2])),)
 
     def _allocated(self, name: str) -> str:
         """A name for new memory, with a number if the name had memory before."""

@@ -107,7 +107,7 @@ class Unreduced(fx.Interpreter):
         grad, index, replica = args[:3]
         spec = self.gradients[replica, index]
         rows = torch.empty(spec.shape, device="meta").stride()
-        bucket = PACKED.bucket(spec.key, [replaced(spec, stride=rows)], "")
+        bucket = PACKED.bucket([replaced(spec, stride=rows)])
         reduced = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
         return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced))
 

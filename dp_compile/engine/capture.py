@@ -26,7 +26,7 @@ from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares
-from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ModelCollective, ReadyTimes
+from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ReadyTimes
 
 logger = logging.getLogger("dp_compile.capture")
 
@@ -135,11 +135,11 @@ class CapturedBackward:
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
-        estimates, collectives = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
+        estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
         shares: dict[Replica, dict[int, float]] = {}
         for (ordinal, index), share in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = share
-        times = {replica: ReadyTimes(found, None, ESTIMATED, collectives) for replica, found in shares.items()}
+        times = {replica: ReadyTimes(found, None, ESTIMATED) for replica, found in shares.items()}
         settle(synced, times)
         for replica in assumed:
             if (
@@ -176,8 +176,8 @@ def estimates_of(
     sizes: Any,
     scalars: Any,
     hooks: Any,
-) -> tuple[dict[Place, float], tuple[ModelCollective, ...]]:
-    """When the gradients of a backward are ready, and what its model sends, from its graph; nothing if it does not say.
+) -> dict[Place, float]:
+    """When the gradients of a backward are ready, from its graph; nothing if it does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
     """
@@ -192,9 +192,8 @@ def estimates_of(
     ]
     if unknown:
         logger.debug("a captured graph does not say when %d of its gradients are ready", len(unknown))
-        return {}, ()
-    found_in_graph = ready_shares(list(accumulations.values()), values)
-    return dict(zip(accumulations, found_in_graph.gradients, strict=True)), found_in_graph.collectives
+        return {}
+    return dict(zip(accumulations, ready_shares(list(accumulations.values()), values), strict=True))
 
 
 def _accumulations(graph: fx.Graph) -> Iterator[Accumulation]:

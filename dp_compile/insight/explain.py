@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from dp_compile.errors import ConfigError
 from dp_compile.insight.predict import DTYPES, replanned, sent_in
@@ -36,7 +36,7 @@ COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not k
 
 @dataclass(frozen=True, slots=True)
 class ExplainedBucket:
-    """One bucket. `reason`: why it ends with its last member. `why`: why it is exposed, or that it is not.
+    """One bucket. `why`: why it is exposed, or that it is not.
 
     `planned`: `None` if there is one rank.
     """
@@ -45,7 +45,6 @@ class ExplainedBucket:
     nbytes: int
     gradients: int
     members: tuple[str, ...]
-    reason: str
     why: str
     planned: PlannedBucket | None
     measured: MeasuredBucket | None
@@ -86,12 +85,12 @@ class Explanation:
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
-        """`verbose`: all buckets, with their members and why they end where they end."""
+        """`verbose`: all buckets, with their members."""
         lines = [_verdict(self), *(line for text in _facts(self) for line in _wrapped(text, 2)), ""]
         lines += [*_table(self, None if verbose else MOST_ROWS), ""]
         if verbose:
             for each in self.buckets:
-                lines += _wrapped(f"bucket {each.number}: {each.reason}", 2) + _wrapped(", ".join(each.members), 4)
+                lines += _wrapped(f"bucket {each.number}: {', '.join(each.members)}", 2)
             lines.append("")
         return "\n".join([*lines, *_advice(self)])
 
@@ -140,7 +139,7 @@ def _explained(step: Step) -> Iterator[ExplainedBucket]:
         if each is not None:
             why = _why(step, each, last if place == number else f"{last} (bucket {place})")
         labels = tuple(member.label for member in bucket.members)
-        yield ExplainedBucket(number, bucket.nbytes, len(own), labels, bucket.reason, why, each, seen[number])
+        yield ExplainedBucket(number, bucket.nbytes, len(own), labels, why, each, seen[number])
 
 
 def _why(step: Step, planned: PlannedBucket, released_by: str) -> str:
@@ -283,13 +282,6 @@ def _notes(step: Step) -> Iterator[str]:
             f"step() waits for what {each.name} defers: the forward is not one graph of "
             'torch.compile(model, backend="dp_compile"). Predicted is a step without that overlap'
         )
-    sent: dict[tuple[str, int], list[Any]] = {}
-    for one in step.ready.collectives:
-        sent.setdefault((one.collective, one.ranks), []).append(one)
-    for (kind, ranks), all_of in sent.items():
-        share, nbytes = sum(each.end - each.start for each in all_of), sum(each.nbytes for each in all_of)
-        what = f"{count(len(all_of), kind)} over {count(ranks, 'rank')}, {format_bytes(nbytes)}"
-        yield f"the model sends {what}: {share:.0%} of the backward, estimated"
     if eager := dict(step.backwards).get("eager hooks", 0):
         yield f"{eager} of its backwards were reduced by eager hooks; predicted is a captured one"
     if step.refusals:

@@ -95,7 +95,7 @@ def _promise(replica: Replica, certificate: Certificate) -> str:
     work = "as the parameters' elements" if is_assumed else "estimated from the captured graph"
     return "\n".join(
         [
-            f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}, {certificate.chosen}",
+            f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}",
             f"  predicted end {certificate.promise}",
             "  planned without measured times: the backward was taken to last as long as the communication, work is "
             + work,

@@ -144,7 +144,7 @@ def sent_in(step: Step, dtype: str) -> Step:
     layout, buckets = Layout(ALIGNMENT_BYTES), []
     for bucket in step.plan.buckets:
         gradients = [change(member.gradient) for member in bucket.members]
-        buckets.append(layout.bucket(gradients[0].key, gradients, bucket.reason))
+        buckets.append(layout.bucket(gradients))
     plan = replace(step.plan, buckets=tuple(buckets))
     return step if plan.gradients == step.plan.gradients else _with_plan(step, plan)
 

@@ -25,7 +25,7 @@ from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
-STEP_VERSION: Final = 3
+STEP_VERSION: Final = 4
 NOMINAL: Final = "nominal"
 """How a cost's source begins if the link was not measured."""
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}

@@ -27,10 +27,9 @@ PLANNED: Final = "planned"
 MEASURED: Final = "measured"
 COMPUTE: Final = "compute"
 EXPOSED: Final = "exposed"
-SENDS: Final = "model sends"
 NETWORK: Final = "network"
 LINK_LANES: Final = {INSIDE: "network inside", BETWEEN: "network between"}
-LANES: Final = (COMPUTE, EXPOSED, SENDS, NETWORK, *LINK_LANES.values())
+LANES: Final = (COMPUTE, EXPOSED, NETWORK, *LINK_LANES.values())
 """From top to bottom."""
 
 
@@ -82,9 +81,6 @@ def _planned(step: Step) -> Iterator[Event]:
             backward_s += until_s - stall_s if stall_s < backward_s else 0.0
     yield Event(PLANNED, COMPUTE, "backward", 0.0, backward_s)
     yield from (Event(PLANNED, EXPOSED, EXPOSED, *stall) for stall in stalls)
-    for sent in step.ready.collectives:
-        name = f"{sent.collective} {format_bytes(sent.nbytes)}, {count(sent.ranks, 'rank')}"
-        yield Event(PLANNED, SENDS, name, sent.start * step.backward_s, sent.end * step.backward_s)
 
 
 def _measured(step: Step, seen: MeasuredStep) -> Iterator[Event]:
@@ -181,14 +177,14 @@ def _args(step: Step, event: Event, zero_s: float) -> dict[str, Any]:
         return {}
     bucket = step.plan.buckets[event.bucket]
     args: dict[str, Any] = {"bytes": bucket.nbytes, "key": str(bucket.key), "launched_us": _us(event.launch_s - zero_s)}
-    return args | {"ends here because": bucket.reason, "members": [member.label for member in bucket.members]}
+    return args | {"members": [member.label for member in bucket.members]}
 
 
 # --- a picture ------------------------------------------------------------------------------------------------------
 
 _WIDTH, _LEFT, _RIGHT, _BAR, _LINE = 1000.0, 130.0, 980.0, 24.0, 17.0
 _INK, _DIM, _RULE = "#1b1f24", "#59636e", "#d9dee3"
-_COLOURS: Final = {COMPUTE: "#5c6670", EXPOSED: "#bf4b00", SENDS: "#8b96a1"}
+_COLOURS: Final = {COMPUTE: "#5c6670", EXPOSED: "#bf4b00"}
 _NETWORK_COLOUR: Final = "#0067a3"
 
 
@@ -259,9 +255,9 @@ def timeline_page(step: Step) -> str:
             of_it = [event for event in events if (event.view, event.bucket) == (view, number)]
             times = [of_it[0].launch_s or 0.0, of_it[0].start_s, max(each.end_s for each in of_it)] if of_it else []
             cells += [_time(step, time) for time in times] or [""] * 3
-        cells += [", ".join(member.label for member in bucket.members), bucket.reason]
+        cells.append(", ".join(member.label for member in bucket.members))
         rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    head = "".join(f"<th>{escape(name)}</th>" for name in (*heads, "members", "ends here because"))
+    head = "".join(f"<th>{escape(name)}</th>" for name in (*heads, "members"))
     style = "body{font:13px sans-serif;margin:1em}td,th{padding:2px 8px;text-align:left;vertical-align:top}"
     return "\n".join(
         [

@@ -21,7 +21,6 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
-from dp_compile.plan.ready_times import ModelCollective
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
 
 aten = torch.ops.aten
@@ -48,14 +47,7 @@ class Accumulation(NamedTuple):
     adds: bool
 
 
-class Estimates(NamedTuple):
-    """The share of a graph's work until each gradient is ready, and the model's collectives."""
-
-    gradients: list[float]
-    collectives: tuple[ModelCollective, ...] = ()
-
-
-def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estimates:
+def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[float]:
     """For each accumulation of a graph the share of the graph's work that stands before it.
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
@@ -63,10 +55,9 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estim
     nominal link carries it. A graph without work gives each the share 1.
     """
     if not accumulations:
-        return Estimates([])
+        return []
     at = {each.node: each for each in accumulations}
-    done, before, sent = 0.0, dict[fx.Node, float](), list[ModelCollective]()
-    after = dict[fx.Node, float]()
+    done, before, after = 0.0, dict[fx.Node, float](), dict[fx.Node, float]()
     for node in accumulations[0].node.graph.nodes:
         if node in at:
             gradient = values.get(at[node].gradient)
@@ -76,34 +67,28 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estim
             parts = dynamo.parts_of_subclass(at[node].gradient)
             before[node] = max(after[each] for each in parts) + adding if parts else done
         elif is_collective(node):
-            for each in _sent(node, values, done):
-                sent.append(each)
-                done = each.end
+            done += _sending(node, values)
         elif node.op in ("call_function", "call_method"):
             done += _work(node, values)
         after[node] = done
-    total = done
-    return Estimates(
-        [before[each.node] / total if total else 1.0 for each in accumulations],
-        tuple(each._replace(start=each.start / total, end=each.end / total) for each in sent),
-    )
+    return [before[each.node] / done if done else 1.0 for each in accumulations]
 
 
-def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollective]:
-    """A collective, with the work at its start and its end; nothing if it is not known what it carries."""
+def _sending(node: fx.Node, values: Values) -> float:
+    """What memory moves while a collective of the model is carried; nothing if it is not known what it carries."""
     given, made = (list(_tensors(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
     group = node.args[-1]
     if not given or not made or not isinstance(group, str):
-        return
+        return 0.0
     target: Any = node.target
-    kind, device_type = target.overloadpacket.__name__.removesuffix("_"), made[0].device.type
+    kind, device_type = target.overloadpacket.__name__, made[0].device.type
     nominal, bytes_per_s = _NOMINAL.get(device_type, _NOMINAL["cuda"])
     members = distributed.group_of_name(group)
     backend = distributed.backend_of(members, device_type)
-    ranks, nbytes = members.size(), max(sum(map(_nbytes, each)) for each in (given, made))
+    nbytes = max(sum(map(_nbytes, each)) for each in (given, made))
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
-    (leg,) = legs_of([[load]], nominal_cost(nominal if backend.simulated else backend, ranks))
-    yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * bytes_per_s)
+    (leg,) = legs_of([[load]], nominal_cost(nominal if backend.simulated else backend, members.size()))
+    return leg.seconds * bytes_per_s
 
 
 def _work(node: fx.Node, values: Values) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_compile.fx.storages import storages_of, viewed_by
+from dp_compile.fx.storages import viewed_by
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.updates import UPDATE_LATER, read_update
 
@@ -26,17 +26,16 @@ class OwnMemory:
 
     def __call__(self, graph: fx.Graph) -> None:
         graph.eliminate_dead_code()  # it would count as a reader
-        output, taken = graph.output_node(), dict[fx.Node, list[fx.Node]]()
+        output, taken = graph.output_node(), set[fx.Node]()
 
         def own(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return type(value)(map(own, value))
             if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
                 return value
-            others = taken.setdefault(_root(value), [])
-            if value in others or not all(_are_disjoint(value, other) for other in others):
+            if (root := _root(value)) in taken:
                 return _copied(graph, value, output)
-            others.append(value)
+            taken.add(root)
             return value
 
         output.args = own(output.args)
@@ -69,20 +68,3 @@ def _root(node: fx.Node) -> fx.Node:
     while (looked_at := viewed_by(node)) is not None:
         node = looked_at
     return node
-
-
-def _are_disjoint(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two views of one memory have no element in common, for sure."""
-    if storages_of(one).keys() != storages_of(other).keys():
-        return False  # where they lie was noted in different memories
-    spans = [_span(each.meta["val"]) for each in (one, other)]
-    if not all(isinstance(place, int) for span in spans for place in span):
-        return False
-    (start, end), (other_start, other_end) = spans
-    return bool(end <= other_start or other_end <= start)
-
-
-def _span(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """The first element of a tensor in its storage, and the one after the last."""
-    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset(), tensor.storage_offset() + sum(steps) + 1

@@ -20,7 +20,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.plan.reduction import CALLED, Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
 """The one member of a plan that is not a gradient: status bits of each rank (`plan/flags.py`)."""
 
@@ -96,7 +96,6 @@ class Bucket:
 
     key: BucketKey
     members: tuple[Member, ...]
-    reason: str
 
     @cached_property
     def numel(self) -> int:
@@ -119,11 +118,10 @@ class Bucket:
         gradients = [name for name in names if name != UNUSED_FLAGS]
         span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
         flags = " + flags" if gradients and len(gradients) < len(names) else ""
-        notes = [self.reason]
-        notes += [f"{format_bytes(self.padding_nbytes)} padding"] if self.padding_nbytes else []
+        padding = f"  ({format_bytes(self.padding_nbytes)} padding)" if self.padding_nbytes else ""
         return (
             f"{format_bytes(self.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
-            f"{self.key}  {span}{flags}  ({'; '.join(notes)})"
+            f"{self.key}  {span}{flags}{padding}"
         )
 
 
@@ -180,7 +178,7 @@ class BucketPlan:
             for member in bucket["members"]:
                 lists = {name: tuple(member["gradient"].get(name, ())) for name in ("shape", "stride", "sent")}
                 members.append(Member(GradientSpec(**member["gradient"] | lists, key=key), member["offset"]))
-            buckets.append(Bucket(key, tuple(members), bucket["reason"]))
+            buckets.append(Bucket(key, tuple(members)))
         return BucketPlan(tuple(buckets))
 
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
@@ -231,15 +229,16 @@ class Layout:
 
     alignment_bytes: int
 
-    def bucket(self, key: BucketKey, gradients: Iterable[GradientSpec], reason: str) -> Bucket:
-        """A bucket with its members one after the other, in the given order; `reason`: why it ends with the last."""
+    def bucket(self, gradients: Sequence[GradientSpec]) -> Bucket:
+        """A bucket with its members, which are of one key, one after the other in the given order."""
+        key = gradients[0].key
         members: list[Member] = []
         end = 0
         for gradient in gradients:
             step = 1 if key.reduction.hook == CALLED else self._step(gradient)
             members.append(Member(gradient, -(-end // step) * step))
             end = -(-end // step) * step + gradient.numel
-        return Bucket(key, tuple(members), reason)
+        return Bucket(key, tuple(members))
 
     def _step(self, gradient: GradientSpec) -> int:
         """What an offset has to be a multiple of, in elements."""
@@ -303,14 +302,4 @@ def plan_buckets(
         first_bucket_cap_mb * BYTES_PER_MB,
         [each - 1 for each in flags if each and gradients[each - 1].key == gradients[each].key],
     )
-    past_first: set[BucketKey] = set()
-    buckets = []
-    for positions in partition:
-        members = [gradients[position] for position in positions]
-        key = members[0].key
-        which, cap_mb = ("", bucket_cap_mb) if key in past_first else ("first ", first_bucket_cap_mb)
-        is_full = sum(member.nbytes for member in members) >= cap_mb * BYTES_PER_MB
-        reason = f"reached the {which}cap of {cap_mb:g} MiB" if is_full else "last of its key"
-        buckets.append(layout.bucket(key, members, reason))
-        past_first.add(key)
-    return BucketPlan(tuple(buckets))
+    return BucketPlan(tuple(layout.bucket([gradients[position] for position in each]) for each in partition))

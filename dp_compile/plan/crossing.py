@@ -69,7 +69,7 @@ def plan_crossing(
         for slower in SPEEDS
     ]
     best = min(orders, key=lambda order: (worst_ratio(order, backward_s, lanes), len(order)))
-    first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and waited for at the end")
+    first = (layout or PACKED).bucket([flags])
     buckets, certificate = (first, *(job.bucket for job in best)), planned.certificate
     if certificate is not None:
         certificate = replace(
@@ -78,7 +78,6 @@ def plan_crossing(
             makespan_s=step_seconds(best, backward_s, lanes=lanes),
             bound_s=bound_seconds(best, backward_s),
             worst_ratio=worst_ratio(best, backward_s, lanes),
-            band=SPEEDS,
             crosses=True,
         )
     return Planned(replace(planned.plan, buckets=buckets), certificate)

@@ -61,17 +61,14 @@ class Certificate:
     """What a plan was predicted to reach when it was made, in seconds after the start of the backward.
 
     `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
-    the largest makespan over bound in `band`. `exact`: reductions have one stage each; where they have several, plans
-    are the best of those that were tried. `crosses`: reductions may end under the next forward, which is in makespan
-    and bound.
+    the largest makespan over bound in `ERROR_BAND`. `crosses`: reductions may end under the next forward, which is in
+    makespan and bound.
     """
 
     cost: AllReduceCost
     makespan_s: float
     bound_s: float
     worst_ratio: float
-    band: tuple[float, ...]
-    exact: bool = True
     crosses: bool = False
 
     @property
@@ -79,16 +76,10 @@ class Certificate:
         return self.makespan_s / self.bound_s if self.bound_s else 1.0
 
     @property
-    def chosen(self) -> str:
-        """How speeds may differ from those of the plan, for people."""
-        good = f"good even if network or compute are {max(self.band):g}x off"
-        return good if self.exact else f"{good}, the best that was tried: each has several stages"
-
-    @property
     def promise(self) -> str:
         """How far the end is from the best there can be, for people."""
         best = f"{percent_above(self.ratio)} the best any plan could do"
-        off = f"with speeds off by {min(self.band):g}x to {max(self.band):g}x"
+        off = f"with speeds off by {min(ERROR_BAND):g}x to {max(ERROR_BAND):g}x"
         halves = "of backward and next forward " if self.crosses else ""
         return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
 
@@ -123,11 +114,10 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
     units[UNUSED_FLAGS] = list(units.values())[-1]
     buckets = []
-    for unit, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
+    for _, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
         members = list(stretch)
         for key in dict.fromkeys(gradient.key for gradient in members):
-            of_key = [gradient for gradient in members if gradient.key == key]
-            buckets.append(layout.bucket(key, of_key, f"end of {unit or 'the outermost module'}"))
+            buckets.append(layout.bucket([gradient for gradient in members if gradient.key == key]))
     return Planned(BucketPlan(tuple(buckets)))
 
 
@@ -150,15 +140,7 @@ def plan_optimal(
     partition, certificate = robust_partition(
         ready_gradients(members, times, backward_s), cost=cost, backward_s=backward_s
     )
-    last = {ordered[bucket[0]].key: bucket for bucket in partition}.values()
-    buckets = [
-        layout.bucket(
-            ordered[bucket[0]].key,
-            [ordered[position] for position in bucket],
-            "the last bucket" if bucket in last else "by the predicted end of the backward",
-        )
-        for bucket in partition
-    ]
+    buckets = [layout.bucket([ordered[position] for position in bucket]) for bucket in partition]
     return Planned(BucketPlan(tuple(buckets)), certificate)
 
 
@@ -166,24 +148,19 @@ def plan_optimal(
 
 
 def robust_partition(
-    gradients: Sequence[ReadyGradient],
-    *,
-    cost: AllReduceCost,
-    backward_s: float,
-    band: tuple[float, ...] = ERROR_BAND,
+    gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float
 ) -> tuple[Partition, Certificate]:
-    """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
+    """Of the optimal partitions for each speed in `ERROR_BAND` and of fixed caps, the one with the least worst ratio.
 
     Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
     it ends some percent later than the optimum if the belief was right (tests/plan/robust_table.py).
 
-    `gradients` are in launch order; `backward_s`: how long the backward takes without communication; `band`: how much
-    slower the network may be, compared with the backward, than was believed, 1.0 first.
+    `gradients` are in launch order; `backward_s`: how long the backward takes without communication.
     """
-    bounds = _bounds(gradients, cost, backward_s, band)
+    bounds = _bounds(gradients, cost, backward_s)
     promised = {
-        partition: certify(gradients, partition, cost=cost, backward_s=backward_s, band=band, bounds=bounds)
-        for partition in dict.fromkeys(_candidates(gradients, cost, backward_s, band))
+        partition: certify(gradients, partition, cost=cost, backward_s=backward_s, bounds=bounds)
+        for partition in dict.fromkeys(_candidates(gradients, cost, backward_s))
     }
     least = min(certificate.worst_ratio for certificate in promised.values()) * (1 + SLACK)
     best = min((each for each, certificate in promised.items() if certificate.worst_ratio <= least), key=len)
@@ -196,33 +173,28 @@ def certify(
     *,
     cost: AllReduceCost,
     backward_s: float,
-    band: tuple[float, ...] = ERROR_BAND,
     bounds: Sequence[float] | None = None,
 ) -> Certificate:
-    """What a given partition is predicted to reach. `bounds`: those of `band`, if they are known."""
-    bounds = bounds or _bounds(gradients, cost, backward_s, band)
+    """What a given partition is predicted to reach. `bounds`: by speed, if they are known."""
+    bounds = bounds or _bounds(gradients, cost, backward_s)
     jobs = jobs_of(gradients, partition, cost)
-    ends = [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in band]
+    ends = [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in ERROR_BAND]
     worst = max(end / bound if bound else 1.0 for end, bound in zip(ends, bounds, strict=True))
-    return Certificate(cost, ends[0], bounds[0], worst, band, all(len(each.stages) == 1 for each in gradients))
+    return Certificate(cost, ends[0], bounds[0], worst)
 
 
-def _candidates(
-    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
-) -> Iterator[Partition]:
-    for slower in band:
+def _candidates(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> Iterator[Partition]:
+    for slower in ERROR_BAND:
         yield optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
-    for latency, slower in product(LATENCIES, band):
+    for latency, slower in product(LATENCIES, ERROR_BAND):
         yield earliest_partition(gradients, cost=cost.scaled(slower, latency))
     keys, sizes = [gradient.key for gradient in gradients], [gradient.nbytes for gradient in gradients]
     for cap_mb in CAPS_MB:
         yield partition_by_size(keys, sizes, cap_mb * BYTES_PER_MB, min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB)
 
 
-def _bounds(
-    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
-) -> list[float]:
-    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in band]
+def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> list[float]:
+    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in ERROR_BAND]
 
 
 # --- the earliest end -----------------------------------------------------------------------------------------------

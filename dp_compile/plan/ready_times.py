@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 from dp_compile.plan.buckets import GradientSpec, Member
 from dp_compile.plan.cost import AllReduceCost
@@ -16,48 +16,31 @@ ASSUMED: Final = "assumed, not measured: the backward takes as long as the commu
 ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
 
 
-class ModelCollective(NamedTuple):
-    """A collective that the model's own backward waits for, as those of tensor parallel.
-
-    `collective`: torch's name of it, as `all_reduce`. `ranks`: of its group. `nbytes`: of its input or its output, the
-    larger one. `start`, `end`: the shares of the backward after which it is launched, and after which compute goes on.
-    """
-
-    collective: str
-    ranks: int
-    nbytes: int
-    start: float
-    end: float
-
-
 @dataclass(frozen=True, slots=True)
 class ReadyTimes:
     """When each gradient is ready, as a share of the backward without the reductions of gradients.
 
     `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s` is the length of that
-    backward in seconds, `None` if it is not known. `collectives` of the model are part of these times.
+    backward in seconds, `None` if it is not known.
     """
 
     shares: Mapping[int, float]
     backward_s: float | None
     basis: str
-    collectives: tuple[ModelCollective, ...] = ()
 
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
 
     def to_json(self) -> str:
-        data = {"shares": list(self.shares.items()), "backward_s": self.backward_s, "basis": self.basis}
-        return json.dumps(data | {"collectives": self.collectives})
+        return json.dumps({"shares": list(self.shares.items()), "backward_s": self.backward_s, "basis": self.basis})
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
-        collectives = tuple(ModelCollective(*each) for each in data["collectives"])
         shares = {int(index): float(share) for index, share in data["shares"]}
         backward_s = data["backward_s"]
-        return ReadyTimes(shares, None if backward_s is None else float(backward_s), data["basis"], collectives)
+        return ReadyTimes(shares, None if backward_s is None else float(backward_s), data["basis"])
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:

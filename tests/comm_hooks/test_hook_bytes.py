@@ -64,8 +64,8 @@ def test_a_bucket_sends_what_its_gradients_do() -> None:
 def test_predictions_count_what_is_handed_out_and_step_files_keep_it() -> None:
     gradients = specs(KEY)
     hooked, flags = (
-        PACKED.bucket(gradients[0].key, gradients[:-1], ""),
-        PACKED.bucket(gradients[-1].key, gradients[-1:], ""),
+        PACKED.bucket(gradients[:-1]),
+        PACKED.bucket(gradients[-1:]),
     )
     base = step_of_buckets(1)
     step = Step("python hooks", "fixed", 4, GLOO, "cpu", BucketPlan((hooked, flags)), base.ready, base.cost, "stated")

@@ -189,9 +189,6 @@ def train(
     assert facts_of(model) == before
     if plan == "everything":
         assert model.head.weight is model.embedding.weight
-    sends = dp_compile.step_of(model).ready.collectives  # of tensor parallel: at (1, 4) and (4, 1) dp has other sizes
-    expected = {mesh["tp"].size()} - {1} if way == "captured" else set()
-    assert {each.ranks for each in sends if each.ranks > 1} == expected
     captures = [each for each in dp_compile.report(model).captures if each.synced]
     assert bool(captures) == (way == "captured")
     assert {each.graphs for each in captures} <= {1}

@@ -18,6 +18,7 @@ from generated_code import (
     Call,
     GeneratedCode,
     Span,
+    copies,
     kernel_arguments,
     read_code,
     triton_sources,
@@ -61,26 +62,6 @@ def members(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[str, 
             yield label, Span(flat.storage, flat.start + offset, flat.start + offset + numel)
 
 
-def numel(span: Span) -> int:
-    return span.end - span.start
-
-
-def copies(result: dict[str, Any], code: GeneratedCode) -> Iterator[str]:
-    """Gradients that the call which writes them takes from one memory of their size, written before by another call."""
-    for label, member in members(result, code):
-        written: set[Span] = set()
-        for call in code.calls:
-            if call.kind == LAUNCH and any(member.overlaps(span) for span in call.reads):
-                break
-            if any(span.overlaps(member) for span in call.writes):
-                given = [span for span in call.reads if span not in call.writes]
-                # Of its size or padded; what is much larger is added up.
-                alike = [span for span in given if numel(member) <= numel(span) < 1.5 * numel(member)]
-                if call.kind == KERNEL and len(alike) == 1 and alike[0] in written:
-                    yield label
-            written.update(call.writes)
-
-
 # --- buckets --------------------------------------------------------------------------------------------------------
 
 
@@ -98,10 +79,8 @@ def unwritten(result: dict[str, Any], code: GeneratedCode) -> list[str]:
         for call in code.calls:
             if call.kind == LAUNCH and any(member.overlaps(span) for span in call.reads):
                 break
-            written += sum(
-                numel(span) for span in call.writes if span.overlaps(member) and numel(span) <= numel(member)
-            )
-        if written < numel(member):
+            written += sum(span.numel for span in call.writes if span.overlaps(member) and span.numel <= member.numel)
+        if written < member.numel:
             missing.append(label)
     return missing
 
@@ -111,7 +90,7 @@ def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None
     named = set(result["copied"]) - {UNUSED_FLAGS}
     for text in result["codes"][:1]:  # a later one may be another graph, and the record is of the last
         code = read_code(text)
-        assert set(copies(result, code)) <= named
+        assert set(copies(members(result, code), code)) <= named
     if result["name"] not in COPYING:
         assert not named
 
@@ -128,7 +107,7 @@ def test_launches_and_waits_stand_where_the_passes_put_them(result: dict[str, An
         launches, order, last = launched(code), labels(code), []
         for number, (bucket, stage, launch) in enumerate(stages(result, code)):
             assert launch.name.startswith(bucket["stages"][stage])
-            assert [numel(span) for span in launch.reads] == [bucket["numels"][stage]]
+            assert [span.numel for span in launch.reads] == [bucket["numels"][stage]]
             last += [str(number)] if bucket["stages"][stage + 1 :] == [] else []
         waits = [span for call in code.calls if call.kind == WAIT for span in call.reads]
         assert sorted(waits, key=str) == sorted((span for launch in launches for span in launch.writes), key=str)
@@ -184,4 +163,5 @@ def test_the_report_names_copies_out_of_padded_products(generated: generate.Resu
     """65 and 63 are no multiples of 4. Padded, a product is larger than the gradient, which is cut out of it."""
     copied = set(generated["padded"]["copied"]) - {UNUSED_FLAGS}
     assert copied == {"0.weight", "2.weight"}
-    assert set(copies(generated["padded"], read_code(generated["padded"]["codes"][0]))) == {"0.weight", "2.weight"}
+    code = read_code(generated["padded"]["codes"][0])
+    assert set(copies(members(generated["padded"], code), code)) == copied

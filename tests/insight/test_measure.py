@@ -46,7 +46,7 @@ def test_code_that_draws_random_numbers_once_more() -> None:
     """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
     key, group = bucket_key("", "sum", "float32", "cpu"), dist.group.WORLD
     assert group is not None
-    bucket = Layout(1).bucket(key, [GradientSpec(0, "g0", (4,), (1,), 4, key)], "")
+    bucket = Layout(1).bucket([GradientSpec(0, "g0", (4,), (1,), 4, key)])
     replica: Any = SimpleNamespace(plan=BucketPlan((bucket,)), module=SimpleNamespace(number=7))
     again, state, ops = torch.ops.higher_order.run_with_rng_state, torch.get_rng_state(), torch.ops._c10d_functional
     with torch.profiler.profile() as profile, BucketRanges([replica]):

@@ -28,7 +28,7 @@ KEY = bucket_key("", "sum", "float32", "cpu")
 
 
 def bucket_of(*names: str) -> Bucket:
-    return Layout(1).bucket(KEY, [GradientSpec(i, name, (4,), (1,), 4, KEY) for i, name in enumerate(names)], "")
+    return Layout(1).bucket([GradientSpec(i, name, (4,), (1,), 4, KEY) for i, name in enumerate(names)])
 
 
 PLAN = BucketPlan((bucket_of("b.weight", "b.bias"), bucket_of("a.weight", UNUSED_FLAGS)))

@@ -60,8 +60,10 @@ def test_assumed_times_have_no_milliseconds() -> None:
 
 
 def test_the_page_is_the_picture_and_a_table_without_a_script() -> None:
-    named = dataclasses.replace(STEP.plan.buckets[2], reason="</table><b>&")
-    plan = dataclasses.replace(STEP.plan, buckets=(*STEP.plan.buckets[:2], named))
+    last = STEP.plan.buckets[2]
+    named = dataclasses.replace(last.members[0].gradient, name="</table><b>&")
+    members = (dataclasses.replace(last.members[0], gradient=named), *last.members[1:])
+    plan = dataclasses.replace(STEP.plan, buckets=(*STEP.plan.buckets[:2], dataclasses.replace(last, members=members)))
     page = timeline_page(dataclasses.replace(measured_like(STEP), plan=plan))
     assert "<script" not in page
     assert "<b>" not in page

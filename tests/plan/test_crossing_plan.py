@@ -42,7 +42,7 @@ def members(plan: BucketPlan) -> list[list[int]]:
 
 def jobs_of(sizes: list[int], shares: list[float], backward_s: float) -> list[Job]:
     said = times(shares, backward_s)
-    buckets = [PACKED.bucket(KEY, [gradient(index, size)], "") for index, size in enumerate(sizes)]
+    buckets = [PACKED.bucket([gradient(index, size)]) for index, size in enumerate(sizes)]
     return [Job.of(bucket, said, SECOND_A_BYTE, backward_s) for bucket in buckets]
 
 
@@ -65,7 +65,7 @@ def test_buckets_are_cut_smaller_where_that_pays() -> None:
 def test_who_waits_for_whom_by_hand() -> None:
     """Read at 100, 110 and 140 s; there at 120, 160 and 164 s: after the first wait of 20 s the others shift by it."""
     jobs = [
-        Job(PACKED.bucket(KEY, [gradient(index, 4)], ""), ready_s, needed_s, seconds)
+        Job(PACKED.bucket([gradient(index, 4)]), ready_s, needed_s, seconds)
         for index, (ready_s, needed_s, seconds) in enumerate(
             [(80.0, 100.0, 40.0), (90.0, 110.0, 40.0), (0.0, 140.0, 4.0)]
         )
@@ -127,6 +127,6 @@ def test_what_is_chosen_is_never_worse_than_what_was_given(sizes: list[int], dat
     plan = plan_crossing(before, said, SECOND_A_BYTE, PACKED).plan
     now, then = (
         worst_ratio([Job.of(bucket, said, SECOND_A_BYTE, backward_s) for bucket in buckets], backward_s)
-        for buckets in (plan.buckets[1:], [PACKED.bucket(KEY, [each], "") for each in before.plan.gradients[:-1]])
+        for buckets in (plan.buckets[1:], [PACKED.bucket([each]) for each in before.plan.gradients[:-1]])
     )
     assert now <= then + 1e-9

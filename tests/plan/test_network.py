@@ -66,7 +66,7 @@ def test_a_bucket_divides_into_parts_of_16_elements() -> None:
     assert [bucket.padding_nbytes for bucket in plan.buckets] == [176, 0, 188]
     for levels, numel, padded in ((LEVELS, 0, 0), (None, 49, 49)):
         (spec,) = specs(levels, numel)
-        assert PACKED.bucket(spec.key, [spec], "").numel == padded
+        assert PACKED.bucket([spec]).numel == padded
 
 
 # --- the timeline ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.cost import nominal_cost
-from dp_compile.plan.ready_times import ModelCollective, assumed_times
+from dp_compile.plan.ready_times import assumed_times
 
 SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
 
@@ -41,7 +41,4 @@ def test_collectives_of_the_model_take_their_time() -> None:
     product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
     sent = nominal_cost(GLOO, dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
     total = 2 * product + sent
-    assert found.gradients == pytest.approx([product / total, 1.0])
-    (seen,) = found.collectives
-    assert seen == ModelCollective("all_reduce", dist.get_world_size(), 64 * 64 * 4, seen.start, seen.end)
-    assert (seen.start, seen.end) == pytest.approx((product / total, (product + sent) / total))
+    assert found == pytest.approx([product / total, 1.0])

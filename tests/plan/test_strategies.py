@@ -50,8 +50,6 @@ def test_a_set_of_classes_is_a_policy() -> None:
         "embed",
     ]
     assert names(plan)[-1] == ["embed.weight", UNUSED_FLAGS]
-    assert plan.buckets[1].reason == "end of blocks.2"
-    assert plan.buckets[0].reason == "end of the outermost module"
 
 
 def test_optimal_is_the_default_and_makes_a_promise() -> None:
