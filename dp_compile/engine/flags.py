@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +20,7 @@ from dp_compile.engine.plan_sync import exchange, table_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
 from dp_compile.plan.flags import FAILED, is_failed, is_moved_by_some, is_stepped, more_elements, ranks_disagree
+from dp_compile.plan.words import ranks_in_words
 
 MAX_UNREAD: Final = 2
 
@@ -82,12 +83,12 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     To find unused parameters a one says "used here", so that nothing but zeros means that no rank used it; if they are
     errors a one says "unused here", so that nothing but zeros means that all is well.
     """
-    told = tuple(used if replica.config.may_be_unused else unused)
+    ones = tuple(used if replica.config.may_be_unused else unused)
     stepped, moved = bool(replica.state.local.stepped), replica.state.local.moved or bool(replica.state.local.missed)
-    this, key = _of(replica), (told, stepped, moved)
+    this, key = _of(replica), (ones, stepped, moved)
     if this.sent is None or this.sent[0] != key:
         elements = [0.0] * len(replica.parameters)
-        for index in told:
+        for index in ones:
             elements[index] = 1.0
         # Not the plan, which a first captured backward settles when its flags are made; `plan_sync` compares plans.
         elements += more_elements(replica.module.topic, stepped=stepped, moved=moved)
@@ -200,12 +201,11 @@ def _judge(replica: Replica, reduced: _Reduced) -> None:
     if is_moved_by_some(more):
         raise ReductionError(_who_moved(replica, reduced))
     if not replica.config.may_be_unused and (reduced.unused or bool(flags[:n_parameters].any())):
-        raise ReductionError(_unused_message(replica, reduced.unused, _unused_elsewhere(replica, reduced)))
+        raise ReductionError(_unused_message(replica, reduced))
     _of(replica).fine = flags.clone()  # they lie in a bucket, which would be kept with them
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
-# On a GPU ranks read flags in different backwards, so none asks the others there.
 
 
 def _who_failed(replica: Replica, number: int) -> str:
@@ -223,10 +223,10 @@ def _who_failed(replica: Replica, number: int) -> str:
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
     own = f"the module of {replica.names[0]}, number {replica.module.number}"
-    said = exchange(table_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
+    stated = exchange(table_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
     return (
         "the ranks reduced different modules together, so the reduced gradients are invalid: "
-        f"{'; '.join(f'rank {rank} {each}' for rank, each in enumerate(said))}. "
+        f"{'; '.join(f'rank {rank} {each}' for rank, each in enumerate(stated))}. "
         "On every rank the backwards have to reach the same replicated modules in the same order."
     )
 
@@ -244,35 +244,29 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
     """A rank that missed a step says so; else `no_sync` differs between ranks."""
     table = table_in_backward(replica) if reduced.event is None else None
-    said = exchange(table, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
-    return "; ".join(filter(None, said)) or (
+    missed = exchange(table, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
+    return "; ".join(filter(None, missed)) or (
         f"parameters of the module of {replica.names[0]} were changed on {'this' if reduced.moved else 'another'} rank "
         "after a backward under no_sync, and not on every rank, so the ranks differ now: is no_sync used on some ranks "
         "only? Use it on all of them, or pass check_reductions=False."
     )
 
 
-def _unused_elsewhere(replica: Replica, reduced: _Reduced) -> dict[str, list[int]]:
-    """Which other ranks left which parameters out."""
-    table = table_in_backward(replica) if reduced.event is None else None
+def _unused_message(replica: Replica, reduced: _Reduced) -> str:
+    """Which rank left which parameters out. On a GPU ranks read flags in different backwards: none can be asked."""
+    here, table = reduced.unused, table_in_backward(replica) if reduced.event is None else None
+    where: dict[str, list[int]] = {"this rank": list(here)}
     if table is None:
         somewhere = reduced.flags[: len(replica.parameters)].nonzero().flatten().tolist()
-        return {"another rank": [index for index in somewhere if index not in reduced.unused]}
-    said = exchange(table, f"dp_compile.left_out/{replica.module.topic}/{reduced.number}", list(reduced.unused))
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, left_out in enumerate(said):
-        if rank != table.rank:
-            ranks.setdefault(tuple(left_out), []).append(rank)
-    return {
-        f"rank{'s' * (len(each) > 1)} {', '.join(map(str, each))}": list(left_out) for left_out, each in ranks.items()
-    }
-
-
-def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Mapping[str, Sequence[int]]) -> str:
+        where["another rank"] = [index for index in somewhere if index not in here]
+    else:
+        topic, ranks = f"dp_compile.left_out/{replica.module.topic}/{reduced.number}", dict[str, list[int]]()
+        for rank, left_out in enumerate(stated := exchange(table, topic, list(here))):
+            if rank != table.rank:
+                ranks.setdefault(str(left_out), []).append(rank)
+        where |= {ranks_in_words(each): stated[each[0]] for each in ranks.values()}
     parts = "; ".join(
-        f"without a gradient on {where}: {replica.name_list(indices)}"
-        for where, indices in {"this rank": here, **elsewhere}.items()
-        if indices
+        f"without a gradient on {place}: {replica.name_list(indices)}" for place, indices in where.items() if indices
     )
     gone = [index for index in here if replica.is_gone(index)]
     if gone:

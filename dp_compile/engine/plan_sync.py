@@ -2,7 +2,7 @@
 
 Never inside the compiler, and each wait ends with a time-out, that of the group's collectives. `agree` and `exchange`
 are one round: every rank posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all
-raise the same error, and traffic is linear in the ranks. `decide`: rank 0 posts and goes on, the others read.
+raise the same error, and the traffic of `agree` is linear in the ranks.
 
 The plan is final in the first synchronised backward, before anything of it is traced: every rank makes it from the
 ready times in the captured graph of the group's first rank, and all compare it before it is used. Where that rank has
@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -36,13 +35,12 @@ from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import Planned, percent_above, plan_optimal
 from dp_compile.plan.ready_times import ReadyTimes
-from dp_compile.plan.words import count, format_bytes
+from dp_compile.plan.words import count, format_bytes, ranks_in_words
 
 logger = logging.getLogger("dp_compile.plan_sync")
 
 Statement = Mapping[str, Any]
 _MISSING: Final = object()
-_calls: Final[Counter[str]] = Counter()
 _meetings: Final[Counter[str]] = Counter()
 
 
@@ -109,59 +107,55 @@ class Table:
             raise MissingRankError(absent) from error
 
 
-def _round(table: Table, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> tuple[Any, str]:
-    """What rank 0 makes of the values of all ranks, on every rank; and, in words, which ranks are missing."""
+def _round(table: Table, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> Any:
+    """What rank 0 makes of the values of all ranks, on every rank."""
     table.post(f"{topic}/{table.rank}", value)
     if table.rank == 0:
-        said: dict[int, Any] = {}
+        stated: dict[int, Any] = {}
         for rank in range(table.world_size):
             # One rank is waited for in full; once one is missing the others get a short look only, so that the
             # verdict comes before the ranks that wait for it give up.
-            is_complete = len(said) == rank
+            is_complete = len(stated) == rank
             patience_s = table.timeout_s if is_complete else min(1.0, table.timeout_s / (2 * table.world_size))
             with contextlib.suppress(MissingRankError):
-                said[rank] = table.read(f"{topic}/{rank}", max(0.01, patience_s))
-        missing = [str(rank) for rank in range(table.world_size) if rank not in said]
-        named = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} {'have' if len(missing) > 1 else 'has'}"
-        table.post(f"{topic}/verdict", [judge(said), named if missing else ""])
-    verdict, missing_ranks = table.read(
+                stated[rank] = table.read(f"{topic}/{rank}", max(0.01, patience_s))
+        missing = [rank for rank in range(table.world_size) if rank not in stated]
+        named = f"{ranks_in_words(missing)} {'have' if len(missing) > 1 else 'has'}" if missing else ""
+        table.post(f"{topic}/verdict", [judge(stated), named])
+    verdict, named = table.read(
         f"{topic}/verdict",
         2 * table.timeout_s,
         f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
         f"{call or 'the same'}, for the same modules in the same order?",
     )
-    return verdict, missing_ranks
+    if named:
+        deed = f"called {call}" if call else "come to this place"
+        raise MissingRankError(f"{call or topic}: {named} not {deed} after {table.timeout_s:g} s")
+    return verdict
 
 
-def agree(table: Table | None, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
+def agree(table: Table | None, topic: str, statement: Statement, *, call: str = "") -> None:
     """Return when every rank has made an equal statement on `topic`.
 
     Args:
-        table: where to meet; `None`: there are no other ranks.
+        table: of the ranks; `None`: there are no others.
         topic: unique for this comparison on this table.
         statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
-        call: the user's call that this is a part of, for errors; the topic stands in its place if it is not given.
-        verb: what a missing rank has not done with that call.
+        call: the user's call that this is a part of, for errors.
 
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
             `table.timeout_s`. The text names the rank and the first difference.
         LostStoreError: the store is gone, here and in all that follows.
     """
-    if table is None:
-        return
-    complaints, missing = _round(table, topic, statement, _complaints, call)
-    if missing:
-        deed = f"{verb} {call}" if call else "come to this place"
-        complaints = [*complaints[:3], f"{missing} not {deed} after {table.timeout_s:g} s"]
+    complaints = [] if table is None else _round(table, topic, statement, _complaints, call)
     if complaints:
-        error = MissingRankError if missing else DesyncError
-        raise error(f"{call or topic}: {'; '.join(complaints[:4])}")
+        raise DesyncError(f"{call or topic}: {'; '.join(complaints[:4])}")
 
 
-def _complaints(said: Mapping[int, Statement]) -> list[str]:
-    own, complaints = said[0], []
-    for rank, other in said.items():
+def _complaints(stated: Mapping[int, Statement]) -> list[str]:
+    own, complaints = stated[0], []
+    for rank, other in stated.items():
         if "error" in other:
             complaints.append(f"rank {rank} cannot go on: {other['error']}")
         elif "error" not in own and other != own:
@@ -170,48 +164,14 @@ def _complaints(said: Mapping[int, Statement]) -> list[str]:
 
 
 def exchange(table: Table | None, topic: str, value: Any) -> list[Any]:
-    """What each rank says on `topic`, by rank, on every rank: for rare use, as every rank reads all.
-
-    Args:
-        table: where to meet; `None`: there are no other ranks.
-        topic: unique for this exchange on this table.
-        value: plain JSON data.
+    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `agree`.
 
     Raises:
-        DesyncError: on every rank, some rank has not said anything after `table.timeout_s`; the text names it.
+        DesyncError: on every rank, some rank has no value after `table.timeout_s`; the text names it.
     """
     if table is None:
         return [value]
-    said, missing = _round(table, topic, value, lambda said: list(said.values()), "")
-    if missing:
-        raise MissingRankError(
-            f"{missing} not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, and does "
-            f"it run the same backwards as the others? ({topic})"
-        )
-    return list(said)
-
-
-def decide(table: Table | None, topic: str, value: Any) -> Any:
-    """What rank 0 says on `topic`. It does not wait for the others.
-
-    Args:
-        table: where to meet; `None`: there are no other ranks.
-        topic: unique for this decision on this table.
-        value: plain JSON data; only rank 0's counts.
-
-    Raises:
-        DesyncError: rank 0 has not said anything after `table.timeout_s`.
-    """
-    if table is None:
-        return value
-    if table.rank == 0:
-        table.post(f"{topic}/decision", value)
-    return table.read(
-        f"{topic}/decision",
-        table.timeout_s,
-        f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as this "
-        f"rank? ({topic})",
-    )
+    return list(_round(table, topic, value, lambda stated: list(stated.values()), ""))
 
 
 def first_difference(mine: Any, theirs: Any) -> str:
@@ -260,37 +220,37 @@ def table_in_backward(replica: Replica) -> Table | None:
 
 
 def meeting(replica: Replica, about: str) -> str:
-    """A topic that no other meeting of these ranks has, past or future.
+    """A topic that no other meeting of these ranks has, past or future."""
+    return _unique(f"{replica.module.topic}/{about}")
 
-    Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
-    counts back. A rank would then read what was said the time before.
-    """
-    topic = f"{replica.module.topic}/{about}"
+
+def _unique(topic: str) -> str:
+    """Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
+    counts back. A rank would then read a value of the time before."""
     _meetings[topic] += 1
     return f"{topic}/{_meetings[topic]}"
 
 
-def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
-    """Compare in a call that every rank of a module makes between the same two backwards.
+def agree_in_call(who: Replica | Group, statement: Statement, call: str) -> str:
+    """Compare in a call that every rank of a module, or a group, makes in the same order. Returns the topic.
 
     Raises:
         DesyncError: ranks differ, one reports an error, or one is missing.
     """
-    agree(table_in_backward(replica), meeting(replica, call), statement, call=call)
-
-
-def telling_the_others(replica: Replica | None, call: str) -> contextlib.AbstractContextManager[None]:
-    """An error of any kind inside reaches the other ranks too, which wait for this one in `agree_in_call`.
-
-    Without a replica no rank waits.
-    """
-    if replica is None:
-        return contextlib.nullcontext()
-    return _telling_in(partial(agree_in_call, replica, call=call))
+    if isinstance(who, Group):
+        table, topic = table_of(who), _unique(f"dp_compile.{call}/{who.name}")
+    else:
+        table, topic = table_in_backward(who), meeting(who, call)
+    agree(table, topic, statement, call=call)
+    return topic
 
 
 @contextlib.contextmanager
-def _telling_in(compare: Callable[[Statement], object]) -> Iterator[None]:
+def telling_the_others(who: Replica | Group | None, call: str) -> Iterator[None]:
+    """An error of any kind inside reaches the other ranks too, which wait for this one in `agree_in_call`.
+
+    `None`: no rank waits.
+    """
     try:
         yield
     except (DesyncError, LostStoreError):  # the ranks have met, or cannot
@@ -298,46 +258,9 @@ def _telling_in(compare: Callable[[Statement], object]) -> Iterator[None]:
     except Exception as error:
         text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(DesyncError, LostStoreError):
-            compare({"error": text})
+            if who is not None:
+                agree_in_call(who, {"error": text}, call)
         raise
-
-
-@dataclass(eq=False, slots=True)
-class Meeting:
-    """Where the ranks of a group compare one call of `replicate`: a topic in the store that no other call has."""
-
-    group: Group
-    number: int = 0
-    """Which call of `replicate` with this group it is; 0: not called yet."""
-    held: int = 0
-
-    @classmethod
-    def of_this_call(cls, group: Group) -> Meeting:
-        """Counted before anything can go wrong, so that a rank that raises stays in step with the others."""
-        meeting = cls(group)
-        meeting._count()
-        return meeting
-
-    def _count(self) -> None:
-        _calls[self.group.name] += 1
-        self.number = _calls[self.group.name]
-
-    def compare(self, statement: Statement) -> str:
-        """Compare with the other ranks. Returns the topic.
-
-        Raises:
-            DesyncError: ranks differ, one reports an error or is missing.
-        """
-        if not self.number:
-            self._count()
-        self.held += 1
-        topic = f"dp_compile.replicate/{self.group.name}/{self.number}" + (f"/{self.held}" if self.held > 1 else "")
-        agree(table_of(self.group), topic, statement, call="replicate()")
-        return topic
-
-    def telling_the_others(self) -> contextlib.AbstractContextManager[None]:
-        """An error of any kind inside reaches the other ranks too, which wait for this one in `compare`."""
-        return _telling_in(self.compare)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -362,10 +285,12 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
             proposal = times[replica].to_json() if replica in times else None
             # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
             if table is not None and table.rank == 0:
-                decide(table, topic, proposal)
+                table.post(topic, proposal)
             asked.append((replica, table, topic, proposal))
-    for replica, table, topic, proposal in asked:
-        decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
+    for replica, table, topic, decided in asked:
+        if table is not None and table.rank > 0:
+            absent = f"{topic}: rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the "
+            decided = table.read(topic, table.timeout_s, absent + "same backwards as this rank?")
         replica.planning.awaits_graph = False
         if decided is not None or replica.group.measured is not None:
             ready = replica.planning.ready if decided is None else ReadyTimes.from_json(decided)

@@ -18,7 +18,6 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
-from dp_compile.engine.plan_sync import Meeting
 from dp_compile.engine.precision import precision_of
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, require
@@ -78,9 +77,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             return super().__new__(cls)
         if options.uses_python_hook():
             return super().__new__(cls)
-        meeting = Meeting.of_this_call(resolve_group(given.get("process_group"), given.get("device_mesh")))
+        group = resolve_group(given.get("process_group"), given.get("device_mesh"))
         theirs = {name: value for name, value in given.items() if name not in {"self", "config", *fields}}
-        return distributed.wrapped_by_torch(**options_of_torch(options, meeting), **theirs)
+        return distributed.wrapped_by_torch(**options_of_torch(options, group), **theirs)
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,12 @@ from dp_compile.config import (
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.calibration import remembered_cost
 from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import group_on, resolve_group
+from dp_compile.engine.group import Group, group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import Meeting, Statement, describe_plan
+from dp_compile.engine.plan_sync import Statement, agree_in_call, describe_plan, telling_the_others
 from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+CALL: Final = "replicate()"
 
 
 def replicate(
@@ -110,7 +111,7 @@ def replicate(
     Parts of a model with other options, as with `fully_shard`: call `replicate` on a part first, with its options, then
     on the module around it, which leaves out the part's parameters and buffers. Each keeps its policy, hook, factor and
     plan; a backward through several is one graph if their backends are equal. `no_sync`,
-    `set_requires_gradient_sync`, `join` and `warmup` of the whole reach its parts; `report`, `unreplicate`,
+    `set_requires_gradient_sync` and `warmup` of the whole reach its parts; `report`, `unreplicate`,
     `register_comm_hook`, `set_gradient_divide_factor` and `in_backward` are each module's own.
 
     Args:
@@ -169,7 +170,7 @@ def replicate(
 class _Request:
     """What the user asked for, checked as far as that needs no parameters."""
 
-    meeting: Meeting
+    group: Group
     config: ReplicateConfig
     bucket_policy: BucketPolicy | None
     ignored: frozenset[nn.Module]
@@ -203,8 +204,8 @@ def replicate_module(
     Raises:
         ConfigError, ModuleError, DesyncError: as in `replicate`.
     """
-    meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
-    with meeting.telling_the_others():
+    group, inner = resolve_group(process_group, device_mesh), unwrap(module)
+    with telling_the_others(group, CALL):
         options = merge_options(config, given)
         if not isinstance(inner, nn.Module):
             raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
@@ -215,10 +216,10 @@ def replicate_module(
             device_id=device_id,
             process_group=process_group,
             device_mesh=device_mesh,
-            **options_of_torch(options, meeting, bucket_policy),
+            **options_of_torch(options, group, bucket_policy),
         )
         return module
-    with meeting.telling_the_others():
+    with telling_the_others(group, CALL):
         release_abandoned(inner)
         if state := find_state(inner):
             waits = ", it starts with its first forward" * isinstance(state, Pending)
@@ -228,7 +229,7 @@ def replicate_module(
             )
         parts = frozenset(parts_of(inner))
         request = _Request(
-            meeting,
+            group,
             options,
             bucket_policy,
             check_ignored(ignored_modules) | parts,
@@ -291,7 +292,7 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
 
 
 def options_of_torch(
-    options: ReplicateConfig, meeting: Meeting, bucket_policy: BucketPolicy | None = None
+    options: ReplicateConfig, group: Group, bucket_policy: BucketPolicy | None = None
 ) -> dict[str, Any]:
     """What torch's DDP is given where `ddp_python_hook` is `False` on every rank, by its names.
 
@@ -307,15 +308,15 @@ def options_of_torch(
         "check_nan": options.check_nan,
         "init_sync_buffers": options.init_sync_buffers is not None,
         "bucket_policy": bucket_policy is not None,
-        "a device_mesh with two dimensions": meeting.group.levels is not None,
+        "a device_mesh with two dimensions": group.levels is not None,
     }
-    with meeting.telling_the_others():
+    with telling_the_others(group, CALL):
         if asked := [what for what, is_given in refused.items() if is_given]:
             raise ConfigError(
                 f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(asked)}. Leave that "
                 "out, or leave ddp_python_hook at its default."
             )
-    meeting.compare({HOOK_VARIABLE: False})
+    agree_in_call(group, {HOOK_VARIABLE: False}, CALL)
     return {
         # torch's DDP takes no math.inf.
         "bucket_cap_mb": None if options.bucket_cap_mb is None else min(options.bucket_cap_mb, 2.0**20),
@@ -333,18 +334,18 @@ def options_of_torch(
 def _start(module: nn.Module, request: _Request, pending: Pending | None = None) -> None:
     """Replicate a module whose parameters have values."""
     config = request.config
-    with request.meeting.telling_the_others():
+    with telling_the_others(request.group, CALL):
         target = select(module, request.ignored)
         copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
         check_selection(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
-        check_dtensors(target, request.meeting.group)
+        check_dtensors(target, request.group)
         precision = make_precision(module, config, target.parameters.values(), target.left_alone)
         kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
         replica = _make_replica(target, request)
         replica.module.precision = precision
         statement = _statement(target, replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
-    replica.module.topic = request.meeting.compare(statement)
+    replica.module.topic = agree_in_call(request.group, statement, CALL)
     if replica.planning.awaits_graph and config.cost is None and replica.group.has_others and link_source() != NOMINAL:
         replica.group = dataclasses.replace(replica.group, measured=remembered_cost(replica))
     buffers = replica.buffers if config.copies_buffers_at_start else ()
@@ -371,12 +372,12 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
 
 
 def _make_replica(target: Selection, request: _Request) -> Replica:
-    config, meeting = request.config, request.meeting
+    config = request.config
     parameters, names, sparse = tuple(target.trainable.values()), tuple(target.trainable), target.sparse()
     wire = config.wire_dtype(parameters)
     averaging = Averaging(None if wire is None else str(wire).removeprefix("torch."), config.gradient_divide_factor)
-    group = group_on(meeting.group.process_group, parameters[0].device.type)
-    group = dataclasses.replace(group, averaging=averaging, levels=meeting.group.levels)
+    group = group_on(request.group.process_group, parameters[0].device.type)
+    group = dataclasses.replace(group, averaging=averaging, levels=request.group.levels)
     gradients, policy = gradient_specs(parameters, names, group, sparse), request.bucket_policy
     units = None if policy is None else units_of(target.module, policy, target.left_alone)
     planning = make_plan(gradients, group, config, units)
@@ -449,7 +450,7 @@ def _wait_for_forward(module: nn.Module, request: _Request) -> None:
             remove_forward_hooks(submodule, only=pending)
         compiler.forget_calls_that_broke()
 
-    pending, casts = Pending(module, request.config, request.meeting.group, start), request.config.casts
+    pending, casts = Pending(module, request.config, request.group, start), request.config.casts
     kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
     _move_inputs(module, request.device)
     for owner in dict.fromkeys((module, *owning_modules(module, request.ignored))):
@@ -485,4 +486,3 @@ def _release(replica: Replica) -> None:
     if root is not None:
         install_precision(root, None)
     owners.remove(replica)
-    MONITOR.unwatch(replica)

@@ -8,7 +8,6 @@ seconds in which ranks ask each other; one that hangs is stopped with the stacks
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -154,7 +153,7 @@ def in_new_group(fault: Callable[[nn.Module], Any]) -> str:
 def test_a_rank_stalls(survivors: Ranks) -> None:
     waiting, late = survivors.run(in_new_group, stall, timeout_s=HANGS_AFTER_S)
     assert waiting.startswith("CommunicationError: rank 0, module of 0.weight: synchronised backward 4, 3 of 3")
-    assert "rank 1 is waited for in bucket 0 of 3 (2.bias .. 2.weight)" in waiting
+    assert "rank 1 is waited for in bucket 0 of 3 (2.bias, ...)" in waiting
     assert "in no backward after 3 synchronised backwards, at test_faults.py:" in waiting
     assert " in wait_for" in waiting
     assert "torch says: " in waiting
@@ -207,7 +206,7 @@ def test_the_monitor_names_who_is_waited_for(survivors: Ranks) -> None:
     assert all(waited_s >= 2**number for number, (waited_s, _) in enumerate(warnings))
     text = warnings[0][1]
     assert "s in a backward. rank 0, module of 0.weight: synchronised backward 4, 3 of 3 collectives" in text
-    assert "rank 1 is waited for in bucket 0 of 3 (2.bias .. 2.weight)" in text
+    assert "rank 1 is waited for in bucket 0 of 3 (2.bias, ...)" in text
     assert " in wait_for" in text
     assert not nothing
 
@@ -264,7 +263,7 @@ def test_the_links_are_cut() -> None:
         assert ok
         assert text.startswith(f"CommunicationError: rank {rank}, module of 0.weight: synchronised backward 4")
         assert "torch says: " in text
-        assert f"rank {1 - rank} gave up" in text or f"rank {1 - rank} has left in backward 4 after giving up" in text
+        assert f"rank {1 - rank} gave up" in text
 
 
 def kill_first(model: nn.Module) -> None:
@@ -318,7 +317,7 @@ def test_a_restarted_run_ends_with_the_same_parameters(survivors: Ranks, tmp_pat
 
 # --- which rank is waited for: texts ----------------------------------------------------------------------------
 
-OWN = Progress(done=7, local=0, launched=3)
+OWN = Progress(done=7, launched=3)
 
 
 def text_of(others: dict[int, RankStatus | None]) -> str:
@@ -326,7 +325,7 @@ def text_of(others: dict[int, RankStatus | None]) -> str:
 
 
 def status(progress: Progress, **rest: Any) -> RankStatus:
-    return RankStatus.from_json(json.dumps(RankStatus(5, {"t": progress}, **rest)))
+    return RankStatus(5, {"t": progress}, **rest)
 
 
 SAME = status(OWN)
@@ -335,10 +334,12 @@ SAME = status(OWN)
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        (status(Progress(7, 0, 1)), "waited for in bucket 1 of 3 (b): it is in backward 8 with 1 collective launched"),
-        (status(Progress(6, 0, 3)), "waited for in bucket 0 of 3 (c): it is in backward 7 with 3 collectives"),
-        (status(Progress(7, 2, None)), "It ran 2 backwards without synchronisation, this rank 0: is no_sync used on"),
-        (status(Progress(7, 0, None, "E: x"), left=True), "rank 1 has left in backward 8 with an error: E: x"),
+        (
+            status(Progress(7, 1)),
+            "waited for in bucket 1 of 3 (b, ...): it is in backward 8 with 1 collective launched",
+        ),
+        (status(Progress(6, 3)), "waited for in bucket 0 of 3 (c, ...): it is in backward 7 with 3 collectives"),
+        (status(Progress(7, -1, "E: x"), left=True), "rank 1 left backward 8 with an error: E: x"),
         (RankStatus(5, {}), "rank 1 does not have this module any more"),
     ],
 )
@@ -352,7 +353,7 @@ def test_the_rank_that_is_late_comes_first(other: RankStatus | None, expected: s
 def test_no_rank_is_late_and_many_are() -> None:
     slow = "no rank is late: the connection between ranks is cut or slow"
     assert text_of({1: SAME, 2: SAME}) == f"each of ranks 1, 2 waits in the same place; {slow}"
-    assert "rank 1 is ahead, in no backward after 9 sync" in text_of({1: status(Progress(9, 0, None))})
+    assert "rank 1 is ahead, in no backward after 9 sync" in text_of({1: status(Progress(9))})
     many = text_of(dict.fromkeys(range(1, 2000)))
     assert many.startswith("each of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 1991 more is not responding")
 

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
+from dp_compile.replication.join import joinable
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0005)
@@ -135,31 +136,6 @@ def test_throw_on_early_termination(ranks2: Ranks) -> None:
     assert "Detected at least one rank that exhausted inputs" in second
 
 
-@pytest.mark.parametrize("eager_rank", [-1, 0])
-@on_ranks("ranks2")
-def test_two_modules_in_one_backward(eager_rank: int) -> None:
-    """torch's DDP cannot shadow this: its buckets of two modules come in whatever order gradients arrive."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    models = [Net(), Net()]
-    plain = [copy.deepcopy(model) for model in models]
-    ours = [dp_compile.replicate(model, config=CONFIG) for model in models]
-    calls = [torch.compile(each, backend="aot_eager") for each in ours]
-    with dp_compile.join(*ours, divide_by_initial_world_size=False):
-        for x in batches((1, 3)[dist.get_rank()]):
-            for model in ours:
-                model.zero_grad()
-            with torch.autograd.set_detect_anomaly(dist.get_rank() == eager_rank, check_nan=False):
-                sum(call(x).square().mean() for call in calls).backward()
-    if dist.get_rank() == 1:
-        sum(model(x).square().mean() for model in plain).backward()
-        for mine, other in zip(ours, plain, strict=True):
-            for (name, one), two in zip(mine.named_parameters(), other.parameters(), strict=True):
-                torch.testing.assert_close(one.grad, two.grad, msg=lambda text, n=name: f"{n}: {text}")
-    for model in ours:
-        same_on_all_ranks(model)
-
-
 @on_ranks("ranks2")
 def test_beside_a_joinable_of_torch() -> None:
     """Beside a joinable of torch's own: an optimizer whose ranks each hold a part of the state."""
@@ -219,34 +195,6 @@ def test_errors_reach_a_rank_without_inputs(ranks2: Ranks) -> None:
         assert "The loss was not finite on rank 1" in message
 
 
-def run_other_modules() -> list[str]:
-    """Rank 1 reaches one module more. Several times: modules are known by numbers, which are others each time."""
-    said, (x,) = [], batches(1)
-    for _ in range(3):
-        first, second = (dp_compile.replicate(nn.Linear(6, 6), config=CONFIG) for _ in range(2))
-        try:
-            with dp_compile.join(first, second), dp_compile.compiled_backward():
-                (first(x.float()) + (second(x.float()) if dist.get_rank() else 0)).sum().backward()
-        except dp_compile.DesyncError as error:
-            said.append(str(error))
-    return said
-
-
-def test_modules_that_differ_between_ranks_are_always_found(ranks2: Ranks) -> None:
-    for messages in ranks2.run(run_other_modules):
-        assert len(messages) == 3
-        assert all("the backwards of two ranks reach different modules" in message for message in messages)
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_backward_out_of_turn() -> None:
-    """Only that of the first module meets ranks without inputs: they would wait for another collective."""
-    first, second = (dp_compile.replicate(nn.Linear(2, 2), config=CONFIG) for _ in range(2))
-    out_of_turn = pytest.raises(dp_compile.DesyncError, match="reaches weight, out of turn")
-    with dp_compile.join(first, second), out_of_turn, dp_compile.compiled_backward():
-        second(torch.ones(1, 2)).sum().backward()
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_refusals() -> None:
     torch._dynamo.reset()
@@ -254,9 +202,16 @@ def test_refusals() -> None:
     call = torch.compile(lambda x: outside(inside(x)), backend="aot_eager")
     with dp_compile.join(inside, enable=False):
         call(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(dp_compile.ConfigError, match="not in the context: weight"), dp_compile.join(inside):
+    reaches = pytest.raises(dp_compile.ConfigError, match="reaches the replicated modules of weight, weight")
+    with dp_compile.join(inside), reaches:
         call(torch.ones(1, 2)).sum().backward()
     call(torch.ones(1, 2)).sum().backward()
+    second = pytest.raises(dp_compile.ConfigError, match="is the first member of its context")
+    with Join([joinable(outside), joinable(inside)]), second, dp_compile.compiled_backward():
+        inside(torch.ones(1, 2)).sum().backward()
+    whole = dp_compile.replicate(nn.Sequential(dp_compile.replicate(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    with pytest.raises(dp_compile.ConfigError, match="parts that were replicated by themselves"):
+        dp_compile.join(whole).__enter__()
 
 
 def run_with_a_factor() -> list[float]:
