@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import distributed
 from dp_compile.config import REMEMBERED, link_source
 from dp_compile.engine.group import Group, group_on, resolve_group
-from dp_compile.engine.plan_sync import agree, decide, exchange, meeting, table_in_backward, table_of
+from dp_compile.engine.plan_sync import agree_in_call, decide, exchange, meeting, table_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
@@ -55,7 +55,6 @@ QUICK_S: Final = 0.1
 WORST_FIT: Final = 0.3
 """A larger mean deviation from the line: other work disturbs the measurement, and it is not remembered."""
 
-_calls: Counter[str] = Counter()
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost]] = WeakKeyDictionary()
 """What was measured, by the type of device."""
 
@@ -93,12 +92,8 @@ def calibrate(
     group, levels = resolved.process_group, levels or resolved.levels
     device = torch.device(distributed.working_device(group) if device is None else device)
     on_device = group_on(group, device.type)
-    _calls[resolved.name] += 1
     # A collective with a rank that never comes would end with an error that names no rank.
-    agree(
-        table_of(on_device, device), f"dp_compile.calibrate/{resolved.name}/{_calls[resolved.name]}", {},
-        call="calibrate()",
-    )  # fmt: skip
+    agree_in_call(on_device, {}, "calibrate()")
     found = _Sweep(replace(on_device, levels=levels), device, REPETITIONS, statistics.median).fit()
     _known.setdefault(group, {})[device.type] = found.cost
     return found

@@ -174,6 +174,20 @@ def exchange(table: Table | None, topic: str, value: Any) -> list[Any]:
     return list(_round(table, topic, value, lambda stated: list(stated.values()), ""))
 
 
+def decide(table: Table | None, topic: str, value: Any) -> Any:
+    """The value of rank 0, on every rank. Rank 0 does not wait for the others.
+
+    Raises:
+        DesyncError: rank 0 has no value after `table.timeout_s`.
+    """
+    if table is None:
+        return value
+    if table.rank == 0:
+        table.post(topic, value)
+    absent = f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
+    return table.read(topic, table.timeout_s, f"{topic}: {absent}this rank?")
+
+
 def first_difference(mine: Any, theirs: Any) -> str:
     """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
     for path, here, there in _differences(mine, theirs, ""):
@@ -285,12 +299,11 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
             proposal = times[replica].to_json() if replica in times else None
             # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
             if table is not None and table.rank == 0:
-                table.post(topic, proposal)
+                decide(table, topic, proposal)
             asked.append((replica, table, topic, proposal))
     for replica, table, topic, decided in asked:
         if table is not None and table.rank > 0:
-            absent = f"{topic}: rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the "
-            decided = table.read(topic, table.timeout_s, absent + "same backwards as this rank?")
+            decided = decide(table, topic, None)
         replica.planning.awaits_graph = False
         if decided is not None or replica.group.measured is not None:
             ready = replica.planning.ready if decided is None else ReadyTimes.from_json(decided)

@@ -17,7 +17,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile.engine import plan_sync
-from dp_compile.engine.plan_sync import Table, agree, exchange, first_difference
+from dp_compile.engine.plan_sync import Table, agree, decide, exchange, first_difference
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.insight.report import Report
@@ -153,11 +153,12 @@ def meet(statements: dict[int, Any], *, world_size: int, timeout_s: float = 20.0
 
 CALLS: dict[str, Callable[[Table], Any]] = {
     "agree": lambda table: agree(table, "topic", SAME),
+    "decide": lambda table: decide(table, "topic", 1),
     "exchange": lambda table: exchange(table, "topic", 1),
 }
 
 
-@pytest.mark.parametrize(("call", "rank"), [("agree", 0), ("agree", 1), ("exchange", 0)])
+@pytest.mark.parametrize(("call", "rank"), [("agree", 0), ("agree", 1), ("decide", 1), ("exchange", 0)])
 @pytest.mark.parametrize("before", [True, False])
 def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
     """Before a rank asks, and while it waits: the error comes at once and is not one of a rank that did not come."""
@@ -177,7 +178,7 @@ def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
         thread.start()
     else:
         thread.start()
-        while not other.check([f"topic/{rank}"]):
+        while not other.check([f"topic/{rank}"]) and call != "decide":
             time.sleep(0.01)
         time.sleep(0.1)
         del server
@@ -231,6 +232,8 @@ def test_first_difference(mine: Any, theirs: Any, text: str) -> None:
 def test_what_all_ranks_learn() -> None:
     store: Any = dist.HashStore()
     tables = [Table(store, rank, 3, 20.0) for rank in range(3)]
+    decided = on_threads(range(3), lambda rank: decide(tables[rank], "a", {"shares": [rank, 0.1]}))
+    assert decided == {rank: {"shares": [0, 0.1]} for rank in range(3)}
     exchanged = on_threads(range(3), lambda rank: exchange(tables[rank], "b", rank))
     assert exchanged == {rank: [0, 1, 2] for rank in range(3)}
 
@@ -238,6 +241,7 @@ def test_what_all_ranks_learn() -> None:
 @pytest.mark.parametrize(
     ("call", "rank", "text"),
     [
+        ("decide", 1, r"topic: rank 0 has not decided within 0\.05 s"),
         ("exchange", 0, r"topic: rank 1 has not come to this place after 0\.05 s"),
         ("exchange", 1, r"topic: rank 0 gave no verdict within 0\.1 s"),
     ],
