@@ -16,7 +16,7 @@ import platform
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
@@ -157,7 +157,7 @@ def _look(replica: Replica, modules: _Modules) -> list[object]:
     ]  # fmt: skip
 
 
-def _without_hook(replica: Replica) -> Iterator[tuple[str, str, nn.Parameter]]:
+def _without_hook(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Trainable parameters of the module that no hook reduces: why, name, parameter."""
     yield from ((_FROZEN, name, each) for name, each in replica.module.frozen if each.requires_grad)
     known = {id(each) for each in (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))}
@@ -176,7 +176,7 @@ def _without_hook(replica: Replica) -> Iterator[tuple[str, str, nn.Parameter]]:
                 yield _ADDED, name, parameter
 
 
-def _refuse(found: Iterator[tuple[str, str, nn.Parameter]]) -> None:
+def _refuse(found: Iterable[tuple[str, str, torch.Tensor]]) -> None:
     """An error that names parameters, for the first reason that there is."""
     names: dict[str, list[str]] = {}
     for why, name, _ in found:

@@ -10,18 +10,6 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
-class BufferPlace:
-    """Where a buffer is found. A forward may put another tensor there, as `self.scale = ...` does."""
-
-    owner: weakref.ref[nn.Module]
-    name: str
-
-    def find(self) -> torch.Tensor | None:
-        found = getattr(self.owner(), self.name, None)
-        return found if isinstance(found, torch.Tensor) else None
-
-
-@dataclass(frozen=True, slots=True)
 class Outline:
     """A module as it was when it was replicated: the names of its parameters, and the parts that were left alone."""
 
@@ -31,14 +19,16 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterPlace:
-    """Where a parameter was found, and its fully qualified name. The user may put another one there."""
+class Place:
+    """Where a parameter or a buffer was found, and its fully qualified name. A forward may put another buffer there."""
 
     owner: weakref.ref[nn.Module]
     attribute: str
     name: str
 
-    def find(self) -> nn.Parameter | None:
+    def find(self) -> torch.Tensor | None:
         owner = self.owner()
-        found = {} if owner is None else owner._parameters
-        return found[self.attribute] if self.attribute in found else None  # of a ScriptModule: no dict, has no get()
+        for found in () if owner is None else (owner._parameters, owner._buffers):
+            if self.attribute in found:  # of a ScriptModule: no dict, has no get()
+                return found[self.attribute]
+        return None

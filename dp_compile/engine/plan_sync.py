@@ -12,7 +12,6 @@ no graph, the plan of `replicate` stays.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -40,7 +39,6 @@ from dp_compile.plan.words import count, format_bytes, ranks_in_words
 logger = logging.getLogger("dp_compile.plan_sync")
 
 Statement = Mapping[str, Any]
-_MISSING: Final = object()
 _meetings: Final[Counter[str]] = Counter()
 
 
@@ -190,24 +188,23 @@ def decide(table: Table | None, topic: str, value: Any) -> Any:
 
 def first_difference(mine: Any, theirs: Any) -> str:
     """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
-    for path, here, there in _differences(mine, theirs, ""):
-        return f"{path.lstrip('.') or 'the value'} is {_show(there)} there, {_show(here)} on rank 0"
+    here, there = dict(_leaves(mine, "")), dict(_leaves(theirs, ""))
+    for path in here | there:
+        shown = [json.dumps(each[path]) if path in each else "missing" for each in (there, here)]
+        if shown[0] != shown[1]:
+            return f"{path.lstrip('.') or 'the value'} is {shown[0]} there, {shown[1]} on rank 0"
     return "no difference"
 
 
-def _differences(mine: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in {**mine, **theirs}:
-            yield from _differences(mine.get(key, _MISSING), theirs.get(key, _MISSING), f"{path}.{key}")
-    elif isinstance(mine, list) and isinstance(theirs, list):
-        for position, (here, there) in enumerate(itertools.zip_longest(mine, theirs, fillvalue=_MISSING)):
-            yield from _differences(here, there, f"{path}[{position}]")
-    elif mine != theirs:
-        yield path, mine, theirs
-
-
-def _show(value: Any) -> str:
-    return "missing" if value is _MISSING else json.dumps(value)
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(each, f"{path}.{key}")
+    elif isinstance(value, list):
+        for position, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{position}]")
+    else:
+        yield path, value
 
 
 # --- the ranks of a module --------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
 from dp_compile.engine.group import Group
 from dp_compile.engine.local_gradients import LocalGradients
-from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
+from dp_compile.engine.places import Outline, Place
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.sinks import AfterReduction
-from dp_compile.errors import CommunicationError, ModuleError
+from dp_compile.errors import CommunicationError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
@@ -84,8 +84,8 @@ class ModuleRefs:
     """
 
     frozen: tuple[tuple[str, nn.Parameter], ...]
-    buffer_places: tuple[BufferPlace, ...]
-    parameter_places: tuple[ParameterPlace, ...]
+    buffer_places: tuple[Place, ...]
+    parameter_places: tuple[Place, ...]
     outline: Outline
     sparse: frozenset[int] = frozenset()
     dtensors: frozenset[int] = frozenset()
@@ -297,17 +297,6 @@ class Replica:
         if wish is None and self.device.type == "cpu":
             wish = any(bucket.key.reduction.is_scattered for bucket in plan.buckets) or None
         return replace(plan, keeps_memory=wish)
-
-    def take_for_static(self) -> None:
-        """Every backward will use the same parameters in the same way.
-
-        Raises:
-            ModuleError: a backward has run already.
-        """
-        if self.history.backwards.total():
-            raise ModuleError(f"a backward of the module of {self.names[0]} has run already. Pass static_graph=True.")
-        self.config = replace(self.config, static_graph=True)
-        self.planning.code_key = self._code_key()
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import is_replicated, unwrap
-from dp_compile.replication.replicate import release_abandoned, unreplicate
+from dp_compile.replication.replicate import unreplicate
 
 TESTED: Final = {
     "accelerate": ((1, 15), (2,)),
@@ -48,9 +48,8 @@ def options(given: ReplicateConfig | None, backend: str | None = None) -> Replic
 
 
 def refuse_managed(module: nn.Module, by: str) -> None:
-    """Refuse a model that is reduced already, naming what is about to wrap it. Wrappers that are gone do not count."""
+    """Refuse a model that is reduced already, naming what is about to wrap it."""
     inner = unwrap(module)
-    release_abandoned(inner)
     if isinstance(inner, DistributedDataParallel | TorchDDP):
         owner = "dp_compile.DistributedDataParallel" if isinstance(inner, DistributedDataParallel) else "torch's DDP"
         raise ModuleError(

@@ -19,7 +19,6 @@ from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
 from dp_compile.engine.precision import precision_of
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.replication.join import join, join_hook
 from dp_compile.replication.module import (
@@ -232,24 +231,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return _Reducer()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Some of what torch's reducer counts, under its names: Lightning reads it, and scripts that log it."""
-        state = state_of(self)
-        replica = state if isinstance(state, Replica) else None
-        return {
-            "world_size": dist.get_world_size(self.process_group),
-            "bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in replica.plan.buckets) if replica else "",
-            "comm_hook": replica.planning.comm_hook.name if replica and replica.planning.comm_hook else "",
-            "iteration": replica.history.synced_backwards if replica else 0,
-        }
-
-    def _set_static_graph(self) -> None:
-        """torch's way to say `static_graph=True` later.
-
-        Raises:
-            ModuleError: a backward has run already.
-        """
-        replica_of(self.module).take_for_static()
-        self.static_graph = True
+        """Lightning reads one entry that torch's reducer may have."""
+        return {}
 
 
 class _Reducer:

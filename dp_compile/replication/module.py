@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
@@ -118,7 +117,6 @@ class ReplicatedModule:
         return (rebuild, args, *rest)
 
 
-_METHODS: Final = frozenset(name for name in vars(ReplicatedModule) if name[0] != "_")
 _classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValueDictionary()
 
 
@@ -134,9 +132,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         ModuleError: the class does not allow subclasses, or its objects cannot change their class.
     """
     kind = original_class(module)
-    stores = ("_modules", "_parameters", "_buffers")
-    hidden = tuple((name, store) for store in stores for name in getattr(module, store).keys() if name in _METHODS)
-    key = (kind, waiting, casts, hidden)
+    key = (kind, waiting, casts)
     if key in _classes:
         return _classes[key]
     body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
@@ -144,8 +140,6 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
     body |= {"forward": _casting_forward(kind)} if casts else {}
     body |= {"__deepcopy__": _deepcopy} if hasattr(kind, "__deepcopy__") else {}
     body |= {"recompile": _recompile} if hasattr(kind, "recompile") else {}
-    # nn.Module.__getattr__ runs only where no class has the name: a child called `no_sync` would be hidden.
-    body |= {name: property(functools.partial(_own, store, name)) for name, store in hidden}
     now = type(module)
     try:
         made = types.new_class(
@@ -160,10 +154,6 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         ) from error
     _classes[key] = made
     return made
-
-
-def _own(store: str, name: str, module: nn.Module) -> Any:
-    return getattr(module, store)[name]
 
 
 def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +312,6 @@ def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> No
 
 _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
 _wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-_wrapper_of: weakref.WeakKeyDictionary[Replica | Pending, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def set_state(module: nn.Module, state: Replica | Pending | None) -> None:
@@ -335,15 +324,7 @@ def set_state(module: nn.Module, state: Replica | Pending | None) -> None:
 
 def wrap(outer: nn.Module, inner: nn.Module) -> None:
     """Let `report`, `no_sync` and `unreplicate` find the state of `inner` through a module that wraps it."""
-    _wrapped_by[outer], _wrapper_of[state_of(inner)] = weakref.ref(inner), weakref.ref(outer)
-
-
-def has_lost_its_wrapper(replica: Replica) -> bool:
-    """Whether a module was replicated by a wrapper that is gone since."""
-    wrapper = _wrapper_of.get(replica)
-    if wrapper is not None and wrapper() is not None:
-        gc.collect()  # a cycle may keep it, on this rank and not on others
-    return wrapper is not None and wrapper() is None
+    _wrapped_by[outer] = weakref.ref(inner)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -46,7 +46,6 @@ from dp_compile.replication.module import (
     behind,
     find_state,
     give_class,
-    has_lost_its_wrapper,
     parts_of,
     refuse_traced_backward,
     register_comm_hook,
@@ -220,7 +219,6 @@ def replicate_module(
         )
         return module
     with telling_the_others(group, CALL):
-        release_abandoned(inner)
         if state := find_state(inner):
             waits = ", it starts with its first forward" * isinstance(state, Pending)
             raise ModuleError(
@@ -386,8 +384,8 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
         names=names,
         module=ModuleRefs(
             frozen=tuple(target.frozen.items()),
-            buffer_places=target.buffer_places(),
-            parameter_places=target.parameter_places(),
+            buffer_places=target.places(target.buffers),
+            parameter_places=target.places(target.parameters),
             outline=target.outline(),
             beside_shards=target.sharded,
             sparse=sparse,
@@ -458,20 +456,6 @@ def _wait_for_forward(module: nn.Module, request: _Request) -> None:
     set_state(module, pending)
     if kind is not None:
         give_class(module, kind)
-
-
-# --- the end ----------------------------------------------------------------------------------------------------
-
-
-def release_abandoned(module: nn.Module) -> None:
-    """Undo what wrappers did that are gone since: as in torch, a module may then be wrapped again."""
-    for replica in {entry[0] for entry in map(owners.find, module.parameters()) if entry is not None}:
-        if has_lost_its_wrapper(replica):
-            root = replica.module.outline.root()
-            if root is None:
-                _release(replica)
-            else:
-                unreplicate(root)
 
 
 def _release(replica: Replica) -> None:

@@ -8,7 +8,7 @@ before, as nested calls of `fully_shard` have it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +20,7 @@ from dp_compile._torch.dtensors import is_dtensor
 from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
-from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
+from dp_compile.engine.places import Outline, Place
 from dp_compile.errors import ConfigError, ModuleError, require
 
 if TYPE_CHECKING:
@@ -55,22 +55,13 @@ class Selection:
         names = frozenset(fully_qualified(name) for name, _ in self.module.named_parameters(remove_duplicate=False))
         return Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone))
 
-    def buffer_places(self) -> tuple[BufferPlace, ...]:
-        chosen = {id(buffer) for buffer in self.buffers.values()}
+    def places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Place, ...]:
+        """Every place of each of these tensors: tied ones have several."""
+        chosen = set(map(id, tensors.values()))
         return tuple(
-            BufferPlace(weakref.ref(owner), name)
-            for owner in self.module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if id(buffer) in chosen
-        )
-
-    def parameter_places(self) -> tuple[ParameterPlace, ...]:
-        """Every place of every parameter: tied ones have several."""
-        chosen = {id(parameter) for parameter in self.parameters.values()}
-        return tuple(
-            ParameterPlace(weakref.ref(owner), attribute, name)
-            for owner, attribute, name, parameter in _placed_parameters(self.module)
-            if id(parameter) in chosen
+            Place(weakref.ref(owner), attribute, name)
+            for owner, attribute, name, tensor in _placed(self.module)
+            if id(tensor) in chosen
         )
 
     def sparse(self) -> frozenset[int]:
@@ -104,11 +95,12 @@ def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.
     return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
 
 
-def _placed_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """Owner, attribute, fully qualified name and parameter, once for each place that a parameter has."""
+def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Owner, attribute, fully qualified name and tensor, once for each place of a parameter or a buffer."""
     for prefix, owner in module.named_modules():
-        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield owner, attribute, fully_qualified(f"{prefix}.{attribute}" if prefix else attribute), parameter
+        parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
+        for attribute, tensor in (*parameters, *owner.named_buffers(recurse=False, remove_duplicate=False)):
+            yield owner, attribute, fully_qualified(f"{prefix}.{attribute}" if prefix else attribute), tensor
 
 
 def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,9 +171,10 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
     `parts`: what was replicated before. Submodules that `fully_shard` manages are left to it, the module itself is not.
     """
     inside = {below for part in parts for below in part.modules()}
-    names: dict[nn.Parameter, list[tuple[bool, str]]] = {}
-    for owner, _, name, parameter in _placed_parameters(module) if parts else ():
-        names.setdefault(parameter, []).append((owner in inside, name))
+    names: dict[torch.Tensor, list[tuple[bool, str]]] = {}
+    for owner, _, name, tensor in _placed(module) if parts else ():
+        if isinstance(tensor, nn.Parameter):
+            names.setdefault(tensor, []).append((owner in inside, name))
     tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
     if tied:
         raise ModuleError(
@@ -216,70 +209,66 @@ def check_selection(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
             "parts that are replicated already and fully_shard); there is nothing to reduce."
         )
-    for name, tensor in (target.parameters | target.buffers).items() if needs_values else ():
-        if nn.parameter.is_lazy(tensor):
-            raise ModuleError(f"{name} is lazy. Run one forward with an example input before replicate().")
-        if tensor.is_meta:
-            raise ModuleError(
-                f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
-                "initialise it."
-            )
-    _check_devices(target, device)
-    for name, parameter in target.trainable.items():
-        _check_gradient(name, parameter, fake_allowed=not needs_values)
-    for name, tensor in (target.frozen | (target.buffers if copies_buffers else {})).items():
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise ModuleError(
-                f"{name} is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can "
-                "be copied from the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, "
-                "or name the module that owns it in ignored_modules."
-            )
-
-
-def _check_devices(target: Selection, device: torch.device | None) -> None:
+    for name, parameter in target.parameters.items() if device is not None else ():
+        if parameter.device != device:
+            raise ConfigError(f"{name} is on {parameter.device}, device_id says {device}. Call module.to('{device}').")
     first_name, first = next((name, each.device) for name, each in target.parameters.items())
-    for name, parameter in target.parameters.items():
-        found = parameter.device
-        if device is not None and found != device:
-            there = device.type == "cpu" or torch.accelerator.device_count() > (device.index or 0)
-            remedy = f"Call module.to('{device}')." if there else "There is no such device here: leave device_id out."
-            raise ConfigError(f"{name} is on {found}, device_id says {device}. {remedy}")
-        if found != first:
-            raise ModuleError(
-                f"parameters are on several devices: {first_name} on {first}, {name} on {found}. "
-                "Move the module to one device: module.to(device)."
-            )
+    for name, tensor in (target.parameters | target.buffers).items():
+        is_parameter = isinstance(tensor, nn.Parameter)
+        problem = _lacks_values(tensor) if needs_values else ""
+        if is_parameter and tensor.device != first:
+            problem = problem or f"is on {tensor.device}, {first_name} on {first}. Move the module to one device"
+        if name in target.trainable:
+            problem = problem or _cannot_be_reduced(tensor, fake_allowed=not needs_values)
+        elif is_parameter or copies_buffers:
+            problem = problem or _cannot_be_copied(tensor)
+        if problem:
+            raise ModuleError(f"{name} {problem}.")
 
 
-def _check_gradient(name: str, parameter: nn.Parameter, *, fake_allowed: bool) -> None:
+def _lacks_values(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "is lazy. Run one forward with an example input before replicate()"
+    remedy = "Materialise the module first: module.to_empty(device=...), then initialise it"
+    return f"is on the meta device. {remedy}" if tensor.is_meta else ""
+
+
+def _cannot_be_copied(tensor: torch.Tensor) -> str:
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return ""
+    return (
+        f"is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can be copied from "
+        "the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, or name the module that "
+        "owns it in ignored_modules"
+    )
+
+
+def _cannot_be_reduced(parameter: torch.Tensor, *, fake_allowed: bool) -> str:
     plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
     if autograd.is_fake(parameter):  # A parameter of a fake mode is one of torch's parameters too.
         plain = fake_allowed
     if not (plain or is_dtensor(parameter)):
-        raise ModuleError(
-            f"{name} is a {type(parameter.data).__name__}; only plain tensors and DTensors are supported."
-        )
+        return f"is a {type(parameter.data).__name__}; only plain tensors and DTensors are supported"
     if not (parameter.is_floating_point() or parameter.is_complex()):
-        raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")
+        return f"is {parameter.dtype}; gradients of floating and complex dtypes are supported"
     # None: torch takes gradients of any dtype as they come.
     grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
     if grad_dtype != parameter.dtype:
-        raise ModuleError(
-            f"{name} is {parameter.dtype} and its grad_dtype is {grad_dtype}: gradients are reduced in their "
-            f"parameter's dtype. Leave grad_dtype at {parameter.dtype}, or name the module that owns it in "
-            "ignored_modules."
+        return (
+            f"is {parameter.dtype} and its grad_dtype is {grad_dtype}: gradients are reduced in their parameter's "
+            f"dtype. Leave grad_dtype at {parameter.dtype}, or name the module that owns it in ignored_modules"
         )
     if owners.find(parameter) is not None:
-        raise ModuleError(
-            f"parameter {name} is replicated already, by a call on another module. Call replicate() on a part "
-            "before the module around it. To replicate it again, call dp_compile.unreplicate() first, on the "
-            "module or on its DistributedDataParallel, which some name may still hold."
+        return (
+            "is replicated already, by a call on another module. Call replicate() on a part before the module around "
+            "it. To replicate it again, call dp_compile.unreplicate() first, on that module or its wrapper"
         )
     if steps_in_backward(parameter):
-        raise ModuleError(
-            f"torch's _apply_optimizer_in_backward() was called for {name}: its hook would update with this rank's own "
-            "gradient. Call dp_compile.optim.in_backward(model, optimizer) after replicate()."
+        return (
+            "is updated in the backward by torch's _apply_optimizer_in_backward(), with this rank's own gradient. Call "
+            "dp_compile.optim.in_backward(model, optimizer) after replicate()"
         )
+    return ""
 
 
 # --- where buckets end ------------------------------------------------------------------------------------------

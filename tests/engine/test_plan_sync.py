@@ -220,7 +220,7 @@ def test_an_error_on_one_rank_stops_all(broken: int) -> None:
     [
         ({"a": 1}, {"a": 1}, "no difference"),
         ({"a": 1}, {}, "a is missing there, 1 on rank 0"),
-        ({"a": []}, {"a": [["x"]]}, 'a[0] is ["x"] there, missing on rank 0'),
+        ({"a": []}, {"a": [["x"]]}, 'a[0][0] is "x" there, missing on rank 0'),
         ({"a": {"b": [0, {"c": "x"}]}}, {"a": {"b": [0, {"c": "y"}]}}, 'a.b[1].c is "y" there, "x" on rank 0'),
         (1, 2, "the value is 2 there, 1 on rank 0"),
     ],

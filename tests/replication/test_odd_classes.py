@@ -60,18 +60,17 @@ class StoresElsewhere(Plain):
 
 
 class OurNames(Plain):
-    """Children, a parameter and a method with names that methods and wrappers of ours, or of torch's, have."""
+    """Children and a method with names that methods and wrappers of ours, or of torch's, have."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.no_sync, self.module, self._orig_mod = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_comm_hook = nn.Parameter(torch.ones(4))
+        self.module, self._orig_mod = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def set_requires_gradient_sync(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.register_comm_hook
+        return 2 * x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.set_requires_gradient_sync(self._orig_mod(self.module(self.no_sync(self.layer(x)))))
+        return self.set_requires_gradient_sync(self._orig_mod(self.module(self.layer(x))))
 
 
 def graph_module() -> nn.Module:
