@@ -22,9 +22,8 @@ _ENDS: Final = {"placeholder": 0, "output": 2}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Which pass made a node, and for which unit of work of that pass."""
+    """For which unit of work a pass made a node, and for which members of it."""
 
-    made_by: str
     unit: str
     members: tuple[str, ...] = ()
 

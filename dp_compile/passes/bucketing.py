@@ -186,7 +186,7 @@ class GraphOps:
         return f"{self.place.replica}.{self.place.number}"
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        provenance = edit.Provenance(BucketReductions.name, self.unit, members)
+        provenance = edit.Provenance(self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
 
     def view_back(self, reduced: fx.Node, part: Part) -> fx.Node:
@@ -258,7 +258,7 @@ class GraphOps:
         # A source narrower than the wire is widened first: the product would be rounded once more.
         kind = source.meta["val"].dtype
         fits = dtype is None or torch.promote_types(kind, dtype) == kind
-        folded = fits and fold_factor(source, scale, edit.Provenance(BucketReductions.name, self.unit))
+        folded = fits and fold_factor(source, scale, edit.Provenance(self.unit))
         return source, 1.0 if folded else scale, tuple(stride)
 
     def launch(self, stage: Stage, tensor: fx.Node) -> fx.Node:

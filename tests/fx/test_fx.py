@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from graphs import sort_stably
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,10 +21,9 @@ from dp_compile.fx.collectives import (
     WAIT,
 )
 from dp_compile.fx.storages import is_ordered, written_by
-from dp_compile.fx.text import outline
 
 ops = torch.ops._c10d_functional
-MADE_HERE = edit.Provenance("test", "0")
+MADE_HERE = edit.Provenance("0")
 
 
 def all_reduced(*inputs: torch.Tensor) -> fx.Graph:
@@ -148,40 +146,3 @@ def test_an_inserted_call_knows_its_value() -> None:
     assert (tuple(value.shape), value.stride()) == ((3, 2), (1, 3))
     assert edit.provenance_of(node) == MADE_HERE
     assert edit.provenance_of(launch) is None
-
-
-# --- outline: names, marks, folding --------------------------------------------------------------------------------
-
-
-def traced() -> fx.Graph:
-    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-        y = (x @ w + b).sin().cos()
-        one = WAIT(ALL_REDUCE(y, "sum", "0"))
-        first, second = ops.all_reduce_coalesced([y * 2, y * 3], "avg", "0")
-        return [one, WAIT(first), WAIT(second), x.t(), y]
-
-    return make_fx(function, tracing_mode="fake")(torch.randn(2, 3), torch.randn(3, 4), torch.randn(4)).graph
-
-
-def test_what_has_a_name_has_a_line() -> None:
-    graph = traced()
-    nodes = {node.name: node for node in graph.nodes}
-    names = {nodes["w_1"]: "head.weight", nodes["cos"]: "activation", nodes["all_reduce"]: "launch 0"}
-    assert_expected_inline(
-        outline(graph, names),
-        """\
-   ... 1 node
-   head.weight: float32[3, 4]
-   ... 4 nodes
-   activation = cos(sin): float32[2, 4]
->> launch 0 = all_reduce(activation, sum, 0): float32[2, 4]
-<< wait_tensor = wait_tensor(launch 0): float32[2, 4]
-   ... 2 nodes
->> all_reduce_coalesced = all_reduce_coalesced(mul, mul, avg, 0): 2 tensors
-   ... 2 nodes
-<< wait_tensor = wait_tensor(getitem): float32[2, 4]
-<< wait_tensor = wait_tensor(getitem): float32[2, 4]
-   ... 1 node
-   return 5 tensors: wait_tensor, wait_tensor, wait_tensor, t, 1 more
-""",
-    )

@@ -60,10 +60,6 @@ def traced() -> fx.GraphModule:
     return trace(backward, *(grad.values() for grad in GRADS), torch.zeros(()), torch.zeros(()))
 
 
-def steps(graph: fx.Graph) -> list[fx.Node]:
-    return graph.find_nodes(op="call_function", target=HOOK_STEP)
-
-
 def local_sums(graph: fx.Graph) -> None:
     """A round is left out: ranks go on with what is their own."""
     launch = graph.find_nodes(op="call_function", target=ALL_REDUCE)[0]

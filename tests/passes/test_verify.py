@@ -29,7 +29,7 @@ aten = torch.ops.aten
 Edit = Callable[[fx.Graph], Any]
 
 GRADS = [Grad(index=0), Grad(index=1), Grad(index=2, shape=(2, 3)), Grad(index=3, shape=(2, 3), order=(1, 0))]
-MADE_HERE = edit.Provenance("users-pass", "0.0")
+MADE_HERE = edit.Provenance("0.0")
 
 
 def traced() -> fx.GraphModule:

@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
 from graphs import bucket_key
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,19 +48,6 @@ def test_members_start_at_multiples(numels: list[int], alignment: int, offsets: 
     assert bucket.padding_nbytes == padding
     assert bucket.nbytes == 4 * sum(numels)
     assert bucket.numel * 4 == bucket.nbytes + bucket.padding_nbytes
-
-
-def test_text() -> None:
-    gradients = [gradient(0, 1), gradient(1, 300_000, BFLOAT16), gradient(2, 400), gradient(3, 9)]
-    assert_expected_inline(
-        str(plan_of(gradients, cap=1000, first_cap=4)),
-        """\
-plan: 4 buckets, 4 gradients, 587.5 KiB
-    0         4 B      1 gradient  float32 cpu sum  p0
-    1   585.9 KiB      1 gradient  bfloat16 cpu sum  p1
-    2     1.6 KiB      1 gradient  float32 cpu sum  p2
-    3        36 B      1 gradient  float32 cpu sum  p3""",
-    )
 
 
 # --- for all gradients and caps ---------------------------------------------------------------------------------
