@@ -37,14 +37,6 @@ _REDUCING: Final = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """The most memory that is alive at once, in bytes, and the node during which it is."""
-
-    nbytes: int
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
 class Footprint:
     """Which blocks each node makes and reads, their sizes in bytes, and which stay until the end."""
 
@@ -57,17 +49,16 @@ class Footprint:
         """The bytes of the blocks that these nodes make, each block once."""
         return sum(self.nbytes[block] for block in {block for node in nodes for block in self.makes[node]})
 
-    def peak(self, order: Iterable[fx.Node]) -> Peak:
-        """The peak if the graph's nodes run in this order."""
+    def peak(self, order: Iterable[fx.Node]) -> int:
+        """The most bytes that are alive at once if the graph's nodes run in this order."""
         nodes = list(order)
         last = {block: number for number, node in enumerate(nodes) for block in (*self.makes[node], *self.reads[node])}
         alive: set[int] = set()
-        now, peak = 0, Peak(0, "")
+        now, peak = 0, 0
         for number, node in enumerate(nodes):
             now += sum(self.nbytes[block] for block in {*self.makes[node]} - alive)
             alive |= {*self.makes[node]}
-            if now > peak.nbytes:
-                peak = Peak(now, node.name)
+            peak = max(peak, now)
             if node.op != "placeholder":  # all inputs are there when the first node runs
                 used = alive.intersection(self.makes[node] + self.reads[node]) - self.stay
                 freed = {block for block in used if last[block] == number}

@@ -77,7 +77,7 @@ class ScheduleCollectives:
         refusal = None
         if _compute_before(moved) != _compute_before(order):
             theirs = [node for node in graph.nodes if is_collective(node) and not _is_ours(node)]
-            wanted = ours.peak(moved).nbytes
+            wanted = ours.peak(moved)
             if theirs:
                 reason = "it could change the order of the model's own collectives"
                 refusal = Refusal(theirs[0].name, f"compute does not move: {reason}")
@@ -86,9 +86,8 @@ class ScheduleCollectives:
                 refusal = Refusal(launches[0].name, f"compute does not move: {reason}")
             else:
                 order = moved
-        peak = ours.peak(order)
         edit.reorder(graph, order)
-        return PassResult(() if refusal is None else (refusal,), PeakMemory(peak.nbytes, peak.node, ddp_nbytes))
+        return PassResult(() if refusal is None else (refusal,), PeakMemory(ours.peak(order), ddp_nbytes))
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -217,4 +216,4 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     for node in graph.nodes:
         if written_by(node) and any(source in without for source in node.all_input_nodes):
             without |= {node, *written_by(node)}
-    return nbytes + memory.footprint(graph, without=without).peak(graph.nodes).nbytes
+    return nbytes + memory.footprint(graph, without=without).peak(graph.nodes)

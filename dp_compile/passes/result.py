@@ -22,14 +22,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The simulated peak of a backward in bytes, the node at which it is reached, and that of torch's DDP.
+    """The simulated peak of a backward in bytes, and that of torch's DDP.
 
     All tensors that the backward reads or makes, parameters included. DDP is the same graph in its own order with
     `gradient_as_bucket_view=True`.
     """
 
     nbytes: int
-    node: str
     ddp_nbytes: int
 
     def __str__(self) -> str:

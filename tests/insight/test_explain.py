@@ -56,7 +56,7 @@ def step(backward_s: float | None, **changes: object) -> Step:
         ready=ReadyTimes({3: 0.4, 2: 0.4, 1: 0.9, 0: 1.0}, backward_s, "measured" if backward_s else ESTIMATED),
         cost=AllReduceCost(5e-5, 1e-10),
         cost_source="measured on this group",
-        memory=PeakMemory(300 * MB, "mm", 400 * MB),
+        memory=PeakMemory(300 * MB, 400 * MB),
         placements=(
             Placement("token.weight", 8 * MB, True),
             Placement("blocks.0.weight", 32 * MB, False),
