@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
@@ -28,9 +27,8 @@ aten = torch.ops.aten
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
-_NOMINAL: Final = {"cpu": (GLOO, 10e9), "cuda": (NCCL, 3.35e12)}
-"""By type of device: the backend whose nominal links carry the model's collectives on a simulated group, and how many
-bytes its memory moves in a second: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
+_BYTES_PER_S: Final = {"cpu": 10e9, "cuda": 3.35e12}
+"""What memory moves: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
 
 Values = Mapping[fx.Node, Any]
 """The results of nodes: fake tensors of static sizes, alone or in lists. A node without one counts as no work."""
@@ -82,13 +80,11 @@ def _sending(node: fx.Node, values: Values) -> float:
         return 0.0
     target: Any = node.target
     kind, device_type = target.overloadpacket.__name__, made[0].device.type
-    nominal, bytes_per_s = _NOMINAL.get(device_type, _NOMINAL["cuda"])
     members = distributed.group_of_name(group)
-    backend = distributed.backend_of(members, device_type)
     nbytes = max(sum(map(_nbytes, each)) for each in (given, made))
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
-    (leg,) = legs_of([[load]], nominal_cost(nominal if backend.simulated else backend, members.size()))
-    return leg.seconds * bytes_per_s
+    (leg,) = legs_of([[load]], nominal_cost(distributed.backend_of(members, device_type), members.size()))
+    return leg.seconds * _BYTES_PER_S.get(device_type, _BYTES_PER_S["cuda"])
 
 
 def _work(node: fx.Node, values: Values) -> float:
