@@ -19,7 +19,6 @@ _COMMANDS: Final = {
     "explain": "steps",
     "timeline": "steps",
     "predict": "steps",
-    "dump": "steps",
     "bench": "bench",
 }
 """By name: the file that has `add_NAME`, loaded when it is asked for: most need torch, some its compilers."""

@@ -1,4 +1,4 @@
-"""`dp-compile explain`, `timeline`, `predict`, `dump`: what a training has saved of its steps and graphs."""
+"""`dp-compile explain`, `timeline`, `predict`: what a training has saved of its steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from dp_compile.cli.parsing import Subparsers, add_command
-from dp_compile.engine.dumps import captures_in
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explain import explanation_of
 from dp_compile.insight.predict import DTYPES, predict
 from dp_compile.insight.profile import with_profile
 from dp_compile.insight.step import Step, format_ms
-from dp_compile.insight.timeline import timeline_page, timeline_picture, timeline_trace
+from dp_compile.insight.timeline import timeline_picture, timeline_trace
 from dp_compile.plan.cost import LINKS
-from dp_compile.plan.words import count
 
 SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -81,10 +79,10 @@ def add_timeline(subparsers: Subparsers) -> None:
         subparsers,
         "timeline",
         help="draw a step: compute and network, planned and measured",
-        description="Draw a saved step, as the suffix of each output file says: .svg, .html, .json (a trace).",
+        description="Draw a saved step, as the suffix of each output file says: .svg, .json (a trace).",
         epilog="""\
 examples:
-  dp-compile timeline step.json -o step.svg -o step.html -o trace.json      the last one for ui.perfetto.dev
+  dp-compile timeline step.json -o step.svg -o trace.json      the last one for ui.perfetto.dev
   dp-compile timeline step.json -o step.svg --profile trace.json.gz         measured below planned
 
 All times are predictions unless the step was measured; then both are shown, on one axis.
@@ -96,11 +94,13 @@ All times are predictions unless the step was measured; then both are shown, on 
 
 
 def _timeline(args: argparse.Namespace) -> int:
-    draw: dict[str, Callable[[Step], str]] = {".svg": timeline_picture, ".html": timeline_page}
-    draw[".json"] = lambda step: json.dumps(timeline_trace(step))
+    draw: dict[str, Callable[[Step], str]] = {
+        ".svg": timeline_picture,
+        ".json": lambda step: json.dumps(timeline_trace(step)),
+    }
     for path in args.output:
         if path.suffix not in draw:
-            raise ConfigError(f"what is {path}? Name it *.svg, *.html or *.json.")
+            raise ConfigError(f"what is {path}? Name it *.svg or *.json.")
         if path.resolve() == Path(args.step).resolve():
             raise ConfigError(f"{path} is read, it would be overwritten. Give another name.")
     step = _read_step(args.step, args.profile)
@@ -156,48 +156,4 @@ def _predict(args: argparse.Namespace) -> int:
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     print("", *dict.fromkeys(bases), sep="\n")
-    return 0
-
-
-# --- dump -----------------------------------------------------------------------------------------------------------
-
-
-def add_dump(subparsers: Subparsers) -> None:
-    parser = add_command(
-        subparsers,
-        "dump",
-        help="show dumped graphs",
-        description="Show what a training with DP_COMPILE_DUMP_DIR has dumped.",
-        epilog="""\
-examples:
-  DP_COMPILE_DUMP_DIR=graphs dp-compile train --steps 3      every rank writes graphs/rank<k>/capture<n>
-  dp-compile dump graphs                                     the stages of all captured backwards
-  dp-compile dump graphs/rank0/capture0 --stage analysed     the text of one stage
-
-In these texts a line that begins with >> starts a collective, one with << waits for it.
-""",
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of a dump, of a rank in it, or of one capture")
-    parser.add_argument("--stage", metavar="STAGE", help="print the file of this stage, by its name or number")
-    parser.set_defaults(run=_dump)
-
-
-def _dump(args: argparse.Namespace) -> int:
-    captures = captures_in(args.directory)
-    if not captures:
-        raise ConfigError(f"no dump in {args.directory}. Train with DP_COMPILE_DUMP_DIR={args.directory}.")
-    for capture in captures:
-        files = sorted(capture.glob("*.*"), key=lambda path: path.name.partition("-")[0].zfill(3))
-        if args.stage is not None:
-            files = [path for path in files if args.stage in (path.stem, *path.stem.split("-", 1))]
-            if not files:
-                raise ConfigError(f"no stage {args.stage!r} in {capture}. `dp-compile dump {capture}` lists them.")
-            print("\n".join(path.read_text(encoding="utf-8") for path in files), end="")
-            continue
-        print(capture)
-        for path in files:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            launches, waits = (sum(line.startswith(mark) for line in lines) for mark in (">> ", "<< "))
-            collectives = f", {launches} launches, {waits} waits" if launches else ""
-            print(f"  {path.name:40} {count(len(lines), 'line')}{collectives}")
     return 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -122,12 +121,6 @@ class Dump:
                 _given_up.add(where)
                 what = f"{type(error).__name__}: {error}"
                 logger.warning("no more dumps into %s: %s. Training goes on.", where, what)
-
-
-def captures_in(directory: Path) -> list[Path]:
-    """The directories of all captures by rank and number; `directory`: of a dump, of a rank or of one capture."""
-    found = [path.parent for path in directory.rglob("plan.txt") if path.parent.name.startswith("capture")]
-    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", "/".join(path.parts[-2:]))])
 
 
 def _new_directory(rank: Path) -> Path:

@@ -1,1 +1,1 @@
-"""What people read: reports, explanations, timelines, dumps. Nothing below imports it."""
+"""What people read: reports, explanations, timelines, measurements. Nothing below imports it."""

@@ -157,9 +157,9 @@ def _why(step: Step, planned: PlannedBucket, released_by: str) -> str:
 
 
 def advice_for(step: Step) -> tuple[Advice, ...]:
-    """What is predicted to gain more than `SMALLEST_GAIN`: options first, then limits; at most `MOST_ADVICE`."""
-    ranked = [sorted(each, key=lambda one: -one.share) for each in (_options(step), _limits(step))]
-    return tuple(each for one in ranked for each in one if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
+    """Options that are predicted to gain more than `SMALLEST_GAIN`, the best first, at most `MOST_ADVICE`."""
+    ranked = sorted(_options(step), key=lambda each: -each.share)
+    return tuple(each for each in ranked if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
 
 
 def _gain(change: str, before: Step, after_s: float, *, at_most: bool = False) -> Advice:
@@ -184,15 +184,6 @@ def _options(step: Step) -> Iterator[Advice]:
     if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):
         wire = "mp_policy, reduce_dtype=bfloat16"
         yield _gain(f"{wire}: fewer bytes, other rounding", step, _end_s(sent_in(step, "bfloat16")))
-
-
-def _limits(step: Step) -> Iterator[Advice]:
-    """What the link and the batch limit."""
-    latency, bandwidth = (replace(step, cost=step.cost.scaled(*factors)) for factors in ((1.0, 0.5), (0.5, 2.0)))
-    yield _gain("half the latency of a collective: a limit of the link", step, _end_s(latency))
-    yield _gain("twice the bandwidth between ranks: a limit of the link", step, _end_s(bandwidth))
-    doubled = replace(step, ready=replace(step.ready, backward_s=2 * step.backward_s))
-    yield _gain("double the batch on each rank (time per sample)", step, _end_s(doubled) / 2)
 
 
 def _end_s(step: Step) -> float:

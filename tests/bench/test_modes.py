@@ -18,7 +18,7 @@ from torch import nn
 
 from dp_compile._torch import inductor
 from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Rule, Workload
-from dp_compile.bench.modes import MODES, mode
+from dp_compile.bench.modes import mode
 from dp_compile.bench.modes.loop import Loop
 from dp_compile.bench.reference import compare
 from dp_compile.bench.workloads import WORKLOADS, workload
@@ -137,15 +137,3 @@ def test_decent_dp() -> None:
     if reason := mode("decent_dp").why_not():
         pytest.skip(reason)
     check(run("decent_dp"), whens=("before", "again"))
-
-
-def test_names_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(mode(name).name == name for name in MODES)
-    assert {name for name, each in MODES.items() if each.is_bound} == {"compute", "comm", "oracle"}
-    for name in ("ddp:5", "ours:2.5", "oracle:1", "python_reducer:1", "ddp_compiled:5", "ours:crossing:5"):
-        changed: Any = mode(name)
-        assert (changed.name, changed.cap_mb) == (name, float(name.rpartition(":")[2]))
-    monkeypatch.setattr("dp_compile.bench.modes.peers.find_spec", lambda name: None)
-    assert [each.why_not() for each in MODES.values() if each.why_not()] == [
-        "decent_dp and loguru not installed: pip install --no-deps decent-dp loguru."
-    ]

@@ -41,27 +41,6 @@ def test_without_iproute2_or_rights_the_error_says_so(monkeypatch: pytest.Monkey
         pass
 
 
-def test_a_failure_half_way_removes_what_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    (tmp_path / "ip").write_text(
-        f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" != link ] || {{ echo "no veth here" >&2; exit 2; }}\n'
-    )
-    (tmp_path / "tc").write_text("#!/bin/sh\n")
-    for tool in ("ip", "tc"):
-        (tmp_path / tool).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with (
-        pytest.raises(NetworkError, match=r"`ip link add eth0 .*` failed: no veth here"),
-        open_network(SHAPED, ranks=2),
-    ):
-        pass
-    calls = log.read_text().splitlines()
-    added = {call.split()[-1] for call in calls if call.startswith("netns add")}
-    deleted = {call.split()[-1] for call in calls if call.startswith("netns del")}
-    assert added == deleted == {f"{networks._PREFIX}{os.getpid()}-{rank}" for rank in (0, 1)}
-
-
 @needs_rights
 def test_ranks_reach_each_other_through_the_limited_network() -> None:
     with open_network(SHAPED, ranks=2) as place:
@@ -76,15 +55,6 @@ def test_ranks_reach_each_other_through_the_limited_network() -> None:
         command = [*place.prefixes[1], sys.executable, "-c", reached, place.host]
         assert "ConnectionRefusedError" in subprocess.run(command, capture_output=True, text=True).stderr
     assert not spaces(os.getpid())
-
-
-def test_a_simulated_network_costs_what_a_ring_does() -> None:
-    network = Network("simulated", ranks=8, latency_us=20.0, rate_mbit=8000.0)
-    assert network.name == "simulated 8 x 20 us, 8000 mbit"
-    assert network.cost.alpha_s == pytest.approx(8.4e-6 + 14 * 20e-6)
-    assert network.cost.beta_s_per_byte == pytest.approx(2 * 7 / 8 * 1e-9)
-    with open_network(network, ranks=2) as place:
-        assert (place.prefixes, place.group_ranks, place.backend, place.frees_cpu) == (((),), 8, "fabric", True)
 
 
 # --- suites -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Graph dumps: stages, names, files, the command, and that training does not notice. One process, fake group."""
+"""Graph dumps: stages, names, files, and that training does not notice. One process, fake group."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from torch import fx, nn
 from torch._inductor.utils import fresh_cache
 
 import dp_compile
-from dp_compile.cli.main import main
 from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
 from dp_compile.engine import compile as compilation
 from dp_compile.engine import dumps
-from dp_compile.engine.dumps import captures_in
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
@@ -52,7 +50,7 @@ def train(directory: Path | None, backend: str = "aot_eager", **options: Any) ->
 
 
 def only_capture(directory: Path) -> Path:
-    (capture,) = captures_in(directory)
+    (capture,) = (path.parent for path in directory.rglob("plan.txt"))
     return capture
 
 
@@ -133,29 +131,6 @@ def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path: Path) -> None:
     assert sorted(path.stem for path in capture.glob("[0-9]*.txt")) == ["0-captured", "1-analysed", "2-breaks"]
     assert "return 1 tensor" in (capture / "2-breaks.txt").read_text()
     assert "InvalidGraphError" in (capture / "notes.txt").read_text()
-
-
-# --- the command ------------------------------------------------------------------------------------------------
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["dump", "."]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "rank0/capture0"
-    names = [f"{number}-{stage}.txt" for number, stage in enumerate(STAGES)]
-    assert [line.split()[0] for line in shown[1:]] == [*names, "plan.txt"]
-    assert shown[4].endswith("2 launches, 2 waits")
-    for stage in ("3", "schedule-collectives", "3-schedule-collectives"):
-        assert main(["dump", "rank0/capture0", "--stage", stage]) == 0
-        assert capsys.readouterr().out == Path("rank0/capture0/3-schedule-collectives.txt").read_text()
-    for arguments, message in (
-        ([".", "--stage", "none"], "no stage 'none' in rank0/capture0"),
-        (["gone"], "no dump in gone"),
-    ):
-        assert main(["dump", *arguments]) == 2
-        assert message in capsys.readouterr().err
 
 
 # --- tlparse ----------------------------------------------------------------------------------------------------

@@ -108,9 +108,7 @@ Buckets in launch order, n gradients each (in ms; waited is measured, in ms)
 2   8.0 MiB  1   40.0   40.0  40.9    0.889    1.00  waits for token.weight
 
 Advice, each alone, with its predicted gain:
-  1.0%, 0.419 ms: mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding
-  1.1%, 0.444 ms: double the batch on each rank (time per sample)
-  1.0%, 0.419 ms: twice the bandwidth between ranks: a limit of the link""",
+  1.0%, 0.419 ms: mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding""",
     )
 
 

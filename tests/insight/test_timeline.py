@@ -1,4 +1,4 @@
-"""A step as a list of events; as a trace, a picture and a page; and the command that writes them."""
+"""A step as a list of events; as a trace and a picture; and the command that writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steps import measured_like, step_of_buckets, two_level_step
 
 from dp_compile.cli.main import main
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep
-from dp_compile.insight.timeline import NETWORK, events_of, timeline_page, timeline_picture, timeline_trace
+from dp_compile.insight.timeline import NETWORK, events_of, timeline_picture, timeline_trace
 from dp_compile.plan.ready_times import ESTIMATED
 
 STEP = step_of_buckets(3)
@@ -55,27 +55,13 @@ def test_pictures_are_xml_inside_their_frame() -> None:
 def test_assumed_times_have_no_milliseconds() -> None:
     step = dataclasses.replace(STEP, ready=dataclasses.replace(STEP.ready, backward_s=None, basis=ESTIMATED))
     assert not re.search(r"\d ms\b", timeline_picture(step))
-    assert not re.search(r"\d ms\b", timeline_page(step))
     assert "times assumed" in str(timeline_trace(step)["traceEvents"])
-
-
-def test_the_page_is_the_picture_and_a_table_without_a_script() -> None:
-    last = STEP.plan.buckets[2]
-    named = dataclasses.replace(last.members[0].gradient, name="</table><b>&")
-    members = (dataclasses.replace(last.members[0], gradient=named), *last.members[1:])
-    plan = dataclasses.replace(STEP.plan, buckets=(*STEP.plan.buckets[:2], dataclasses.replace(last, members=members)))
-    page = timeline_page(dataclasses.replace(measured_like(STEP), plan=plan))
-    assert "<script" not in page
-    assert "<b>" not in page
-    assert page.count("</table>") == 1
-    assert page.count("<tr>") == 1 + 3
-    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
 def test_the_command(tmp_path: Path) -> None:
     file, step = tmp_path / "step.json", measured_like(STEP)
     file.write_text(step.to_json())
-    files: dict[str, Any] = {"a.svg": timeline_picture(step), "a.html": timeline_page(step)}
+    files: dict[str, Any] = {"a.svg": timeline_picture(step)}
     files["a.json"] = json.dumps(timeline_trace(step))
     assert main(["timeline", str(file), *(part for name in files for part in ("-o", str(tmp_path / name)))]) == 0
     assert {name: (tmp_path / name).read_text() for name in files} == files

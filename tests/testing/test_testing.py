@@ -6,22 +6,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import dp_compile
 from dp_compile import testing
-from dp_compile.fx.collectives import is_collective, waits_of
-from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.flags import MORE
 from dp_compile.testing.golden import ACCEPT_VARIABLE
 
@@ -131,26 +126,6 @@ def test_unused_parameters_are_an_error_on_the_meta_device_too() -> None:
 
 
 # --- planted regressions ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WaitsAtOnce:
-    """Each wait stands right after its launch."""
-
-    name: ClassVar[str] = "waits-at-once"
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        for launch in list(filter(is_collective, graph.nodes)):
-            for wait in waits_of(launch):
-                launch.append(wait)
-        return PassResult()
-
-
-def test_a_wait_moved_early_is_seen(seen: testing.SeenBackward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dp_compile.engine.compile.DEFAULT_PASSES", (*DEFAULT_PASSES, WaitsAtOnce()))
-    planted = look_at(TRAINING)
-    assert "+<< wait 0: float32[4160]" in complaint(testing.assert_graph, planted, seen.graph_text)
-    testing.assert_plan(planted, seen.plan_text)
 
 
 def test_a_bucket_too_many_is_seen(seen: testing.SeenBackward) -> None:

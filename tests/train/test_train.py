@@ -11,46 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from dp_compile.cli import main as cli
-from dp_compile.errors import ConfigError
 from dp_compile.insight.step import Step
-from dp_compile.testing.ranks import Ranks
-from dp_compile.train import job
 
 TINY = ("--layers", "1", "--width", "32")
-
-
-def test_the_text_is_split_by_file(tmp_path: Path) -> None:
-    for each in range(20):
-        (tmp_path / f"module_{each:02}.py").write_text(f"value = {each}\n" * 20)
-    training, held_out = (bytes(each.tolist()) for each in job.load_corpus(tmp_path))
-    assert [f"value = {each}\n".encode() in training for each in (9, 19, 8)] == [False, False, True]
-    assert [f"value = {each}\n".encode() in held_out for each in (9, 8)] == [True, False]
-    with pytest.raises(ConfigError, match=r"found 0 Python files under .*: too few"):
-        job.load_corpus(tmp_path / "module_00.py")
-
-
-def first_batches() -> tuple[list[torch.Tensor], float]:
-    """Two batches of this rank, and the loss of a model that has no preference."""
-    text = torch.arange(20_000).remainder(256).to(torch.uint8)
-    found = [each for _, batch in zip(range(2), job.batches(text), strict=False) for each in batch]
-
-    class Even(torch.nn.Linear):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(*tokens.shape, 256)
-
-    return found, job.evaluate(Even(1, 1), text)
-
-
-def test_ranks_have_other_batches_and_one_held_out_loss(ranks2: Ranks) -> None:
-    (one, loss), (other, same) = ranks2.run(first_batches)
-    inputs, targets, following, _ = one
-    assert inputs.shape == targets.shape == (job.BATCH_SIZE, job.CONTEXT)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert not any(torch.equal(inputs, each) for each in (following, other[0], other[2]))
-    assert loss == same == pytest.approx(torch.log(torch.tensor(256.0)).item())
 
 
 @pytest.mark.parametrize(
