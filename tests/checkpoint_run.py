@@ -4,9 +4,9 @@ usage: checkpoint_run.py write DIRECTORY
        checkpoint_run.py read DIRECTORY ...
 
 Two ranks, started by this program. `write` trains three steps with a plain, and three with a sharded optimizer, and
-saves both: the model's state dict by `torch.save`, model and optimizer by torch's distributed checkpoint, whole and
-sharded, and `full_state_dict`. `values.json` has a digest of each tensor. `read` loads all of them into modules and
-optimizers that were made anew, compares each tensor with its digest, trains a step, and writes a line for each
+saves both: the model's state dict by `torch.save`, model and optimizer by torch's distributed checkpoint, and
+`full_state_dict`. `values.json` has a digest of each tensor. `read` loads all of them into modules and
+new optimizers, compares each tensor with its digest, trains a step, and writes a line for each
 directory: its name, and "loads" or the error. Or `LOADS_FILES`: `torch.save` only. Since torch 2.15 the metadata of
 torch's distributed checkpoint has strides, and older versions load none of it, without this package too:
 `pickle.load(open(f"{checkpoint}/.metadata", "rb"))` raises "too many values to unpack (expected 5)" in
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dp_compile
-from dp_compile.optim import full_state_dict, in_backward, load_sharded_state_dict, sharded_state_dict
+from dp_compile.optim import full_state_dict, in_backward
 
 RANKS = 2
 STEPS = 3
@@ -104,9 +104,8 @@ def write(directory: Path) -> None:
     found = both.digests()
     model, optimizer = get_state_dict(both.plain, both.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory / "plain")
-    parts = {"model": both.sharded.state_dict(), "optimizer": sharded_state_dict(both.parts)}
-    dcp.save(parts, checkpoint_id=directory / "sharded")
     full = full_state_dict(both.parts)
+    dcp.save({"model": both.sharded.state_dict(), "optimizer": full}, checkpoint_id=directory / "sharded")
     if dist.get_rank() == 0:
         torch.save(both.plain.state_dict(), directory / "model.pt")
         torch.save({"optimizer": both.optimizer.state_dict(), "sharded optimizer": full}, directory / "optimizers.pt")
@@ -134,10 +133,11 @@ def read(directory: Path) -> str:
     model, optimizer = get_state_dict(both.plain, both.optimizer)
     dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory / "plain")
     set_state_dict(both.plain, both.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-    parts = {"model": both.sharded.state_dict()}
-    dcp.load(parts, checkpoint_id=directory / "sharded")
-    both.sharded.load_state_dict(parts["model"])
-    load_sharded_state_dict(both.parts, directory / "sharded")
+    # A plain optimizer's state has the shapes of the whole.
+    whole = copy.deepcopy({"model": both.sharded.state_dict(), "optimizer": both.optimizer.state_dict()})
+    dcp.load(whole, checkpoint_id=directory / "sharded")
+    both.sharded.load_state_dict(whole["model"])
+    both.parts.load_state_dict(whole["optimizer"])
     compare(both, expected)
     both.train(1)
     both.close()

@@ -28,11 +28,6 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
-def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what `scaler.unscale_(optimizer)` looked at was not finite."""
-    return any(bool(found) for found in _found_inf(scaler, optimizer).values())
-
-
 def found_inf_tensors(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Where `scaler.unscale_(optimizer)` has noted, for each device, whether what it looked at was not finite."""
     return list(_found_inf(scaler, optimizer).values())

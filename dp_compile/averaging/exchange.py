@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.comm_hooks.functional import FunctionalHook, State, register
 from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.engine.group import group_on
 from dp_compile.engine.owners import owners
@@ -31,7 +29,6 @@ from dp_compile.errors import CommunicationError, ConfigError, DesyncError
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
-from dp_compile.plan.reduction import Averaging
 
 BUCKET_MB: Final = 25.0
 """As large as those of torch's DDP; for each dtype and type of device its own."""
@@ -95,25 +92,15 @@ class Exchange:
     Args:
         process_group: of all ranks that take part. A rank that is not in it does nothing.
         schedule: what has to be the same on all ranks in addition to tensors and step.
-        hook: how tensors travel; `None`: as they are.
-
-    Raises:
-        ConfigError: ranks cannot compare this hook.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, schedule: Mapping[str, Any], hook: FunctionalHook | None = None
-    ) -> None:
-        self._group, self._schedule, self._averaging = process_group, dict(schedule), Averaging()
-        if hook is not None:
-            key, self._hook = register(hook)  # plans know it by its key, and this keeps it alive
-            self._averaging = Averaging(hook=key, rounds=hook.rounds)
-            self._schedule["comm_hook"] = key
+    def __init__(self, process_group: dist.ProcessGroup, schedule: Mapping[str, Any]) -> None:
+        self._group, self._schedule = process_group, dict(schedule)
         self.has_met = dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1
         """Whether the ranks have compared what they were given; nothing to do if there are no others."""
         self._topic, self._meetings = "", 0
-        self._plans: dict[str, tuple[list[tuple[Any, ...]], BucketPlan, int]] = {}
-        """By the name of a group, of the tensors that it averaged last: what they are, buckets, a hash."""
+        self._known: tuple[list[tuple[Any, ...]], BucketPlan, int] | None = None
+        """Of the tensors that were averaged last: what they are, buckets, a hash."""
         if not self.has_met:
             name = distributed.group_name(process_group)
             _exchanges[name] += 1
@@ -125,63 +112,50 @@ class Exchange:
         Raises:
             DesyncError: on every rank, they were given different tensors, steps or schedules, or one did not come.
         """
-        self._compare(self._group, tensors, step, **self._schedule, **more)
+        self._compare(tensors, step, **self._schedule, **more)
         self.has_met = True
 
-    def average(
-        self,
-        tensors: Sequence[torch.Tensor],
-        step: int,
-        process_group: dist.ProcessGroup,
-        states: Sequence[State] | None = None,
-    ) -> None:
+    def average(self, tensors: Sequence[torch.Tensor], step: int) -> None:
         """Set each tensor to its average over the ranks of a group, in place.
 
         Args:
             tensors: the same on all ranks but for their values.
             step: of the caller.
-            process_group: over which to average.
-            states: what the hook remembers of each tensor, updated in place.
 
         Raises:
             DesyncError: on every rank of the group, other ranks have other tensors or are at another step.
             CommunicationError: a rank did not come within the group's time-out.
         """
-        if dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1:
+        if dist.get_rank(self._group) < 0 or dist.get_world_size(self._group) == 1:
             return
-        plan, hashed = self._plan(tensors, process_group)
-        with self.naming_missing(process_group, step, f"{CALL} at step {step}"), torch.no_grad():
+        plan, hashed = self._plan(tensors)
+        with self.naming_missing(self._group, step, f"{CALL} at step {step}"), torch.no_grad():
             own = torch.tensor([step, hashed])
             both = torch.cat([own, -own]).to(tensors[0].device)
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=process_group)
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
             largest, smallest = both.cpu().view(2, 2)
             if not torch.equal(largest, -smallest):
-                self._compare(process_group, tensors, step)
-            _reduce(plan, [real_view(tensor.detach()) for tensor in tensors], states or [{}] * len(tensors))
+                self._compare(tensors, step)
+            _reduce(plan, [real_view(tensor.detach()) for tensor in tensors])
 
-    def _plan(self, tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> tuple[BucketPlan, int]:
+    def _plan(self, tensors: Sequence[torch.Tensor]) -> tuple[BucketPlan, int]:
         """The buckets of tensors, and a number that other tensors do not have."""
-        name, described = distributed.group_name(process_group), list(map(_described, tensors))
-        kinds = [(*said, tensor.device.type) for said, tensor in zip(described, tensors, strict=True)]
-        known = self._plans.get(name)
+        described = list(map(_described, tensors))
+        kinds = [(*kind, tensor.device.type) for kind, tensor in zip(described, tensors, strict=True)]
+        known = self._known
         if known is None or known[0] != kinds:
-            groups = {
-                kind: replace(group_on(process_group, kind), averaging=self._averaging)
-                for kind in {tensor.device.type for tensor in tensors}
-            }
+            groups = {kind: group_on(self._group, kind) for kind in {tensor.device.type for tensor in tensors}}
             specs = [tensor_spec(i, str(i), tensor, groups[tensor.device.type]) for i, tensor in enumerate(tensors)]
             plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, first_bucket_cap_mb=BUCKET_MB)
             hashed = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
-            known = self._plans[name] = kinds, plan, hashed
+            known = self._known = kinds, plan, hashed
         return known[1:]
 
-    def _compare(
-        self, process_group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], step: int, **more: Any
-    ) -> None:
+    def _compare(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
         self._meetings += 1
-        group = group_on(process_group, tensors[0].device.type)
-        said = {**more, "step": step, "parameters": [" ".join(map(str, _described(tensor))) for tensor in tensors]}
-        agree(table_of(group, tensors[0].device), f"{self._topic}/{group.name}/{self._meetings}", said, call=CALL)
+        group = group_on(self._group, tensors[0].device.type)
+        statement = {**more, "step": step, "parameters": [" ".join(map(str, _described(tensor))) for tensor in tensors]}
+        agree(table_of(group, tensors[0].device), f"{self._topic}/{group.name}/{self._meetings}", statement, call=CALL)
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:
@@ -227,7 +201,7 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *order)
 
 
-def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor], states: Sequence[State]) -> None:
+def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor]) -> None:
     """Average the tensors of a plan, in place."""
     flights = deque[tuple[EagerOps, Any]]()
 
@@ -235,12 +209,10 @@ def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor], states: Sequence[
         reduced = finished(reducing)
         for member in ops.bucket.members:
             tensors[member.gradient.index].copy_(view_of(member, reduced))
-        ops.remember()
 
     for bucket in plan.buckets:
-        indices = [member.gradient.index for member in bucket.members]
-        members = [tensors[index] for index in indices]
-        ops = EagerOps(bucket, members, members[0].device, state=[states[index] for index in indices])
+        members = [tensors[member.gradient.index] for member in bucket.members]
+        ops = EagerOps(bucket, members, members[0].device)
         reducing = reduce_bucket(bucket, ops)
         next(reducing)  # launches it
         flights.append((ops, reducing))

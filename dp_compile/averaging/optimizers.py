@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging import averagers
 
 from dp_compile.averaging.exchange import Exchange, note_equal, parameters_in
-from dp_compile.comm_hooks.functional import FunctionalHook
-from dp_compile.comm_hooks.state import check_alike, initial_state
 from dp_compile.engine.guards import fingerprints
 from dp_compile.errors import ConfigError, require, require_integer
 
-with warnings.catch_warnings():  # what lies beside it uses the TorchScript that torch itself deprecates
+with warnings.catch_warnings():  # its module uses the TorchScript that torch itself deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import PostLocalSGDOptimizer as TorchOptimizer
 
@@ -78,8 +76,7 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         outer -= outer_lr * (delta + momentum * velocity if nesterov else velocity)
         parameters = outer
 
-    With `outer_lr=1` and `momentum=0` this is averaging of parameters. With a `comm_hook` the mean is what that makes
-    of the changes: `QuantizedHook()` sends them in eight bits, and what that loses with the changes of the next time.
+    With `outer_lr=1` and `momentum=0` this is averaging of parameters.
 
     Args:
         optim: the local optimizer. Its parameters are equal on all ranks: that is compared in the first step.
@@ -88,7 +85,6 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         momentum: its momentum, >= 0; 0: no memory for velocities is needed.
         nesterov: look ahead by one velocity.
         process_group: of all ranks; `None`: the default group.
-        comm_hook: how changes travel; `None`: as they are, in the parameters' dtypes. Complex ones always do.
     """
 
     def __init__(
@@ -99,27 +95,20 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         momentum: float = 0.9,
         nesterov: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        comm_hook: FunctionalHook | None = None,
     ) -> None:
         require_integer("every", every, 1)
         require(outer_lr > 0 and momentum >= 0, "outer_lr, momentum", "> 0 and >= 0", (outer_lr, momentum))
         if not dist.is_initialized():
             raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() before.")
-        is_hook = isinstance(comm_hook, FunctionalHook | None)
-        require(is_hook, "comm_hook", "a FunctionalHook, as QuantizedHook() is one", comm_hook)
-        said = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
-        outer = _OuterStep(process_group, comm_hook, parameters_in(optim.param_groups), **said)
+        options = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
+        outer = _OuterStep(process_group, parameters_in(optim.param_groups), **options)
         super().__init__(optim, outer)
         self._outer = outer
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks.
-
-        What a `comm_hook` remembers, `outer["hook"]`, is this rank's own, too.
-        """
-        said: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
-        outer = {"parameters": self._outer.outer, "velocities": self._outer.velocities}
-        return said | {"outer": outer | ({"hook": self._outer.remembered} if self._outer.remembered else {})}
+        """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks."""
+        local: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
+        return local | {"outer": {"parameters": self._outer.outer, "velocities": self._outer.velocities}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. Without `outer` the parameters of now are where the outer optimizer stands.
@@ -140,34 +129,29 @@ class OuterOptimizer(PostLocalSGDOptimizer):
 
 
 class _OuterStep(averagers.ModelAverager):
-    """The outer SGD, as an averager. `outer`, `velocities` and `remembered` are in the order of the parameters."""
+    """The outer SGD, as an averager. `outer` and `velocities` are in the order of the parameters."""
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        hook: FunctionalHook | None,
         parameters: Sequence[torch.Tensor],
-        **said: Any,
+        **options: Any,
     ) -> None:
         super().__init__(process_group)
-        self._hook, self._said = hook, said
-        self.every, self.outer_lr = said["every"], said["outer_lr"]
-        self.momentum, self.nesterov = said["momentum"], said["nesterov"]
+        self._options = options
+        self.every, self.outer_lr = options["every"], options["outer_lr"]
+        self.momentum, self.nesterov = options["momentum"], options["nesterov"]
         self.outer: list[torch.Tensor] = []
         self.velocities: list[torch.Tensor] = []
-        self.remembered: list[dict[str, torch.Tensor]] = []
         self.add(parameters)
 
     @cached_property
     def _exchange(self) -> Exchange:
-        return Exchange(self.process_group, self._said, self._hook)
+        return Exchange(self.process_group, self._options)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Add those that are new, after the others: where they are now is where they start."""
         added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
-        if self._hook is not None:
-            for place, each in enumerate(added, len(self.outer)):
-                self.remembered += [{} if each.is_complex() else initial_state(self._hook, f"parameter {place}", each)]
         self.outer += added
         self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []
         self.__dict__.pop("_exchange", None)  # compared once more
@@ -188,20 +172,13 @@ class _OuterStep(averagers.ModelAverager):
                         f"state_dict has outer {name}[{place}] of shape {list(value.shape)}, this optimizer one of "
                         f"{list(tensor.shape)}. Load what an optimizer over the same parameters has saved."
                     )
-        if "hook" in state:
-            given, own = ({str(i): each for i, each in enumerate(some)} for some in (state["hook"], self.remembered))
-            check_alike(given, own)
 
     def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
-        self.outer, self.velocities, self.remembered = [], [], []
+        self.outer, self.velocities = [], []
         self.add(parameters)
         if state is None:
             return
         ours, theirs = [*self.outer, *self.velocities], [*state["parameters"], *state["velocities"]]
-        # Saved without a hook: nothing was lost on the wire until then.
-        for own, given in zip(self.remembered, state.get("hook", ()), strict=False):
-            ours += own.values()
-            theirs += [given[key] for key in own]
         for tensor, value in zip(ours, theirs, strict=True):
             tensor.copy_(value)
 
@@ -215,7 +192,7 @@ class _OuterStep(averagers.ModelAverager):
             self._exchange.meet(parameters, self.step, outer_parameters=start)
         if (self.step + 1) % self.every == 0:
             deltas = [outer - parameter for outer, parameter in zip(self.outer, parameters, strict=True)]
-            self._exchange.average(deltas, self.step, self.process_group, self.remembered)
+            self._exchange.average(deltas, self.step)
             for place, (outer, parameter, delta) in enumerate(zip(self.outer, parameters, deltas, strict=True)):
                 if self.momentum:
                     velocity = self.velocities[place].mul_(self.momentum).add_(delta)

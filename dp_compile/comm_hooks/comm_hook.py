@@ -48,7 +48,7 @@ class CommHook:
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
     @property
-    def said(self) -> str:
+    def statement(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
         memory = "" if self.memory is None else f", after {self.memory.backwards} backwards"
         return self.name if self.is_called else f"{self.name}, known: {self.averaging}{memory}"
@@ -57,12 +57,9 @@ class CommHook:
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:
     """A hook whose function was checked.
 
-    The checks are those of torch's DDP (`_check_comm_hook`), with two differences: the parameters may have any name,
-    and annotations that are text are not read.
-
     Raises:
-        ConfigError: not callable, not two parameters, annotated as something else, bf16 compression on a backend that
-            torch does not offer it for; or the state of a functional hook is no `HookState`.
+        ConfigError: not callable, not two parameters, or bf16 compression on a backend that torch does not offer it
+            for; or the state of a functional hook is no `HookState`.
     """
     if isinstance(function, FunctionalHook):
         if not isinstance(state, HookState):
@@ -88,14 +85,6 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
         signature.bind(state, None)
     except TypeError as error:
         raise ConfigError(f"comm hook {hook.name} must take (state, bucket), takes {signature}.") from error
-    bucket = list(signature.parameters.values())[1] if len(signature.parameters) > 1 else None
-    if bucket is not None and _says_otherwise(bucket.annotation, GradBucket):
-        raise ConfigError(f"comm hook {hook.name}: the bucket is a dist.GradBucket, annotated {bucket.annotation}.")
-    if _says_otherwise(signature.return_annotation, torch.futures.Future[torch.Tensor]):
-        raise ConfigError(
-            f"comm hook {hook.name} must return torch.futures.Future[torch.Tensor], annotated "
-            f"{signature.return_annotation}."
-        )
     if hook.is_called and hook.name.startswith("bf16_compress") and not backend.bf16_compress:
         raise ConfigError(f"comm hook {hook.name} needs NCCL or XCCL, the group's backend is {backend}.")
     return hook
@@ -121,7 +110,3 @@ def _cast_of(function: TorchHook) -> Averaging | None:
             inner = inspect.getclosurevars(function).nonlocals.get("hook")
             return Averaging(wire, in_collective=False, all_before=True) if inner is hooks.allreduce_hook else None
     return None
-
-
-def _says_otherwise(annotation: Any, expected: Any) -> bool:
-    return annotation is not inspect.Signature.empty and not isinstance(annotation, str) and annotation != expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from dp_compile.errors import ConfigError, ModuleError
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By parameter, then by the hook's own name."""
-Agree = Callable[[str, str], None]
-"""Compare a text with what all ranks say in a call."""
 
 
 class HookState:
@@ -28,33 +26,26 @@ class HookState:
         self.backwards = 0
         """Synchronised backwards so far."""
         self._tensors: Tensors = {}
-        self._agree: Agree | None = None
-        """Of the module that it belongs to."""
+        self._is_bound = False
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
         return {"backwards": self.backwards, "tensors": _copies(self._tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank. Every rank calls it, between the same two backwards.
+        """Go on from what `state_dict` gave on this rank; before `register_comm_hook()`, which compares ranks.
 
         Raises:
-            ConfigError: it is of another model or hook.
-            DesyncError: the ranks load what was saved after different backwards. Nothing is loaded.
+            ConfigError: it is no such state.
+            ModuleError: a module uses this one already.
         """
+        self.check_free()
         try:
-            backwards, found = state_dict["backwards"], _copies(state_dict["tensors"])
+            self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"not the state of a comm hook: {error!r}. Give what HookState.state_dict() gave."
             ) from error
-        if self._agree is None:
-            self._tensors = found
-        else:
-            check_alike(found, self._tensors)
-            self._agree(f"after {backwards} backwards", "load_state_dict()")
-            _copy(found, self._tensors)
-        self.backwards = backwards
 
     def __getstate__(self) -> dict[str, Any]:
         return self.state_dict()
@@ -71,28 +62,29 @@ class HookState:
         Raises:
             ModuleError: one does.
         """
-        if self._agree is not None:
-            raise ModuleError("this HookState belongs to a replicated module already. Make one for each module.")
+        if self._is_bound:
+            raise ModuleError(
+                "this HookState belongs to a replicated module already. Make one for each module, and load it before "
+                "register_comm_hook()."
+            )
 
-    def bind(
-        self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree
-    ) -> None:
+    def bind(self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """Belong to a module from now on: begin with what was loaded, else with the hook's initial state."""
         pairs = zip(names, parameters, strict=True)
         fresh = {name: initial_state(hook, name, each) for name, each in pairs if not each.is_complex()}
         if self._tensors:
             check_alike(self._tensors, fresh)
             _copy(self._tensors, fresh)
-        self._tensors, self._agree = fresh, agree
+        self._tensors, self._is_bound = fresh, True
 
     def unbind(self) -> None:
-        self._agree = None
+        self._is_bound = False
 
     def of(self, name: str) -> State:
         return self._tensors.get(name, {})
 
     def restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy what `state_dict` gave back, on this rank alone: after a warm-up."""
+        """Copy what `state_dict` gave back, after a warm-up."""
         self.backwards = state_dict["backwards"]
         _copy(state_dict["tensors"], self._tensors)
 
@@ -108,7 +100,7 @@ def _copy(source: Mapping[str, State], target: Tensors) -> None:
 
 
 def initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a hook remembers at first of a gradient, in memory of its own.
+    """What a hook remembers at first of a gradient, in new memory.
 
     Raises:
         ConfigError: it is no state; the text names the parameter.

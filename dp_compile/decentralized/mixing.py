@@ -9,10 +9,9 @@ step t     wait for what was sent in step t - 1        x_i(t)   own
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -25,12 +24,10 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
 from dp_compile.engine.gradients import dense_strides
-from dp_compile.engine.replica import Replica, warn_once
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
-
-logger = logging.getLogger("dp_compile.decentralized")
 
 ALIGNMENT_BYTES: Final = 128
 """Of each parameter in its bucket. Inductor copies an input that is less aligned than the one it compiled for."""
@@ -100,7 +97,7 @@ class Mixer:
         self._names, self._parameters = replica.names, replica.parameters
         self._addresses = [each.data_ptr() for each in replica.parameters]
         self._versions: list[int] = []
-        """How often each parameter had been written to when it was sent."""
+        """How often each parameter had been written to when it was sent, or was given back."""
         self._in_flight: tuple[Edge, list[dist.Work]] | None = None
         self._everyone = Exchange(self.group, {})
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -122,7 +119,7 @@ class Mixer:
             before: called with the edge and its weight when all parameters have arrived.
 
         Raises:
-            ReductionError: a parameter was moved to other memory. Nothing was mixed.
+            ReductionError: a parameter was moved to other memory, or written to. Nothing was mixed.
             CommunicationError: a rank of the edge did not send within the group's time-out.
         """
         if self._in_flight is None:
@@ -133,9 +130,17 @@ class Mixer:
                     f"parameter {name} lies in other memory than when decentralize() was called, which "
                     "is not mixed. Copy values into it (parameter.data.copy_()) in place of a new tensor."
                 )
+        replica, pairs = self._replica(), zip(self._versions, map(autograd.version_of, self._parameters), strict=True)
+        if replica is not None and (changed := [
+            index for index, (then, now) in enumerate(pairs) if then != now and index not in replica.state.local.exempt
+        ]):  # fmt: skip
+            raise ReductionError(
+                f"{replica.name_list(changed)} changed between two steps, after being sent to be mixed, which would "
+                "undo it. Change parameters with load_state_dict() of the whole module, after "
+                "global_avg(will_revert=False), or in the optimizer's step()."
+            )
         edge, _ = self._in_flight
         own_factor = (1 - self.factor) + self.factor * edge.own_factor
-        self._warn_of_changes(own_factor)
         self.arrive()
         self._in_flight = None
         if before is not None:
@@ -148,27 +153,6 @@ class Mixer:
                     own.mul_(own_factor).add_(received, alpha=self.factor)
         autograd.note_writes(self._parameters)
 
-    def _warn_of_changes(self, own_factor: float) -> None:
-        replica, now = self._replica(), self._versions_now()
-        if replica is None or not replica.config.check_reductions or now == self._versions:
-            return
-        pairs = zip(self._versions, now, strict=True)
-        changed = [i for i, (then, new) in enumerate(pairs) if then != new and i not in replica.state.local.exempt]
-        if changed:
-            warn_once(
-                logger,
-                [replica],
-                "%s changed between two steps, after being sent to be mixed: %.0f %% of the change stays. Change "
-                "parameters with load_state_dict() of the whole module, after global_avg(will_revert=False), or in "
-                "the optimizer's step().",
-                replica.name_list(changed),
-                100 * own_factor,
-                key="parameters changed between two steps",
-            )
-
-    def _versions_now(self) -> list[int]:
-        return [autograd.version_of(each) for each in self._parameters]
-
     def send(self) -> None:
         """Start what the next step mixes with. The ranks of an edge send their buckets in the same order."""
         edge = self.edge_of(self.step + 1)
@@ -179,7 +163,7 @@ class Mixer:
             for own, sent in zip(bucket.own, bucket.received, strict=True):
                 torch.mul(own, edge.share, out=sent)
             works.append(self.start(bucket.buffer, edge))
-        self._in_flight, self._versions = (edge, works), self._versions_now()
+        self._in_flight, self._versions = (edge, works), list(map(autograd.version_of, self._parameters))
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Start an all-reduce over the ranks of an edge.
@@ -239,8 +223,8 @@ class Mixer:
             tensors += [each for each in replica.buffers if each.is_floating_point()]
         self.arrive()  # one communicator at a time
         before = [(each, each.detach().clone()) for each in tensors] if keep else []
-        with self._own_writes():
-            self._everyone.average([each.detach() for each in tensors], self.step, self.group)
+        self._everyone.average([each.detach() for each in tensors], self.step)
+        autograd.note_writes(self._parameters)  # the memory of a bucket has another version
         self.kept = before
         if not keep:
             self.accept()
@@ -258,41 +242,18 @@ class Mixer:
         """
         if not self.kept:
             raise ReductionError("parameters are not an average that could be taken back. Call global_avg() before.")
-        with torch.no_grad(), self._own_writes():
+        with torch.no_grad():
             for tensor, value in self.kept:
                 tensor.copy_(value)
-        self.kept = []
-
-    @contextlib.contextmanager
-    def _own_writes(self) -> Iterator[None]:
-        """Inside, parameters are written to that will be what they were: that is no change between two steps.
-
-        autograd is told of it: the memory of a bucket has a version of its own.
-        """
-        before = self._versions_now()
-        yield
         autograd.note_writes(self._parameters)
-        now = self._versions_now()
-        self._versions = [old + new - then for old, new, then in zip(self._versions, now, before, strict=False)]
+        self._versions = list(map(autograd.version_of, self._parameters))
+        self.kept = []
 
     def distance_to_average(self) -> float:
         """The Euclidean norm of the difference between this rank's own parameters and their average, which is set."""
         own = {id(tensor): value for tensor, value in self.kept}
         parts = ((each - own[id(each)]).double().square().sum() for bucket in self.buckets for each in bucket.own)
         return math.sqrt(float(sum(parts)))
-
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """The root mean square over ranks of that norm. Costs an all-reduce of the parameters, bucket by bucket."""
-        self.arrive()
-        squared = torch.zeros((), dtype=torch.float64, device=self.buckets[0].buffer.device)
-        for bucket in self.buckets:
-            average = [each.detach().clone() for each in bucket.own]
-            self._everyone.average(average, self.step, self.group)
-            for own, mean in zip(bucket.own, average, strict=True):
-                squared += (own - mean).double().square().sum()
-        self._everyone.average([squared], self.step, self.group)
-        return math.sqrt(float(squared))
 
     def close(self) -> None:
         """Free the groups. Parameters stay where they are."""

@@ -21,11 +21,11 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, plan_of
 from dp_compile.decentralized.topologies import Topology
 from dp_compile.decentralized.topologies import topology as topology_of_name
-from dp_compile.decentralized.updates import CLIPS, MixingUpdates
+from dp_compile.decentralized.updates import MixingUpdates
 from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, ReductionError, require
-from dp_compile.optim.partial_steps import check_kind
+from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import Planned
 from dp_compile.replication.module import Pending, behind, parts_of, replica_of, state_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
@@ -54,7 +54,6 @@ def decentralize(
     lr_scheduler_fn: SchedulerFn | None = None,
     scaler: GradScaler | None = None,
     grad_clip_norm: float = 0.0,
-    clip: str = "bucket",
     param_as_bucket_view: bool = True,
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
@@ -77,9 +76,7 @@ def decentralize(
         lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
         scaler: the `torch.amp.GradScaler` with which the loop scales losses. All else it does happens in the backward;
             ranks of an edge take the least scale of them.
-        grad_clip_norm: clip gradients to this norm; 0: not at all.
-        clip: `bucket`: each bucket's gradients by themselves, as decent-dp; `global`: all gradients of this rank
-            together, as `torch.nn.utils.clip_grad_norm_`.
+        grad_clip_norm: clip the gradients of each bucket by themselves to this norm, as decent-dp; 0: not at all.
         param_as_bucket_view: let parameters lie in one memory for each bucket: one kernel mixes it. Else they stay
             where they are.
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.
@@ -103,7 +100,7 @@ def decentralize(
             raise ModuleError("the module has parameters without values. Run a forward, or give them values, before.")
         replica = replica_of(module)
         with telling_the_others(replica, CALL):
-            _check(grad_clip_norm, clip, scaler, bucket_size_in_mb)
+            _check(grad_clip_norm, scaler, bucket_size_in_mb)
             chosen = _topology(topology, replica.group.world_size, local_world_size)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
@@ -113,7 +110,6 @@ def decentralize(
             "topology": f"{chosen.name}, period {chosen.period}, edges {edges}",
             "optimizer": type(made).__qualname__,
             "grad_clip_norm": float(grad_clip_norm),
-            "clip": clip,
             "scaler": scaler is not None and scaler.is_enabled(),
             "buckets": replica.plan.signature(),
         }, CALL)  # fmt: skip
@@ -121,7 +117,6 @@ def decentralize(
             made,
             Mixer(replica, chosen, as_views=param_as_bucket_view),
             max_norm=grad_clip_norm,
-            clip_by=clip,
             scaler=scaler,
             scheduler=scheduler,
             averages_buffers=sync_buffer_in_global_avg,
@@ -191,13 +186,6 @@ class DecentralizedModule(nn.Module):
         finally:
             self.revert_global_avg()
 
-    def consensus_distance(self) -> float:
-        """How far ranks are from each other: the root mean square of `||parameters - their average||`.
-
-        Every rank calls it, between two steps; it costs an all-reduce of the parameters.
-        """
-        return mixing_of(self).mixer.consensus_distance()
-
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Whether backwards only accumulate gradients from now on, as in `no_sync()`."""
         replica_of(self).state.sync = not enable
@@ -257,13 +245,13 @@ def _forget_what_was_sent(module: nn.Module, *_: Any) -> None:
 
 def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     given, default = config or ReplicateConfig(), ReplicateConfig()
-    said = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
-    said += ["ddp_python_hook"] if given.ddp_python_hook is False else []
-    said += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
-    if said:
+    refused = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
+    refused += ["ddp_python_hook"] if given.ddp_python_hook is False else []
+    refused += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
+    if refused:
         raise ConfigError(
-            f"{', '.join(said)} of config: no gradient of a decentralized module is reduced, its ranks differ, and its "
-            "buckets are of parameters. Leave it out; see bucket_size_in_mb."
+            f"{', '.join(refused)} of config: no gradient of a decentralized module is reduced, its ranks differ, and "
+            "its buckets are of parameters. Leave it out; see bucket_size_in_mb."
         )
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
@@ -272,10 +260,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _check(max_norm: Any, clip: str, scaler: object, bucket_mb: Any) -> None:
+def _check(max_norm: Any, scaler: object, bucket_mb: Any) -> None:
     require(_is_number(max_norm) and max_norm >= 0, "grad_clip_norm", "a number, 0 or more", max_norm)
     require(_is_number(bucket_mb) and bucket_mb > 0, "bucket_size_in_mb", "a number, above 0", bucket_mb)
-    require(clip in CLIPS, "clip", f"one of {', '.join(CLIPS)}", clip)
     require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
 
 

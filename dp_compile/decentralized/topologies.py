@@ -1,7 +1,7 @@
-"""Who averages parameters with whom in which step: edges, mixing matrices, how fast all ranks come to agree.
+"""Who averages parameters with whom in which step: edges and mixing matrices.
 
     step t    every rank is in exactly one edge, and takes   W(t) x    of the parameters x of all ranks
-    edge      each of its k ranks keeps `weight` of its own, the others share the rest:
+    edge      each of its k ranks keeps the share `weight` of its parameters, the others share the rest:
 
         x_i  <-  own_factor * x_i + share * (sum of x_j over the edge, i too)
                  share = (1 - weight) / (k - 1),   own_factor = weight - share
@@ -11,7 +11,6 @@ Four have the patterns of decent-dp 0.2.3 (arXiv 2410.11998). Any other is a `To
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +19,13 @@ from typing import Any, Final
 import numpy as np
 
 from dp_compile.errors import ConfigError, require
-from dp_compile.plan.words import count
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-
-EXACT_RANKS: Final = 512
-"""Up to so many ranks a gap without a formula is computed, from the dense matrix: a second or less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Ranks that mix with each other in one step, in rising order, and the part of its own that each keeps."""
+    """Ranks that mix with each other in one step, in rising order, and the share of its parameters that each keeps."""
 
     ranks: tuple[int, ...]
     weight: float
@@ -61,15 +56,11 @@ Steps = Sequence[Sequence[Edge]]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All edges of each step of a period, which then starts again; each rank is in exactly one edge of a step.
-
-    `known_gap`: the spectral gap over a period, where there is a formula.
-    """
+    """All edges of each step of a period, which then starts again; each rank is in exactly one edge of a step."""
 
     name: str
     world_size: int
     steps: tuple[tuple[Edge, ...], ...]
-    known_gap: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(map(tuple, self.steps)))
@@ -107,25 +98,6 @@ class Topology:
             matrix[edge.ranks, edge.ranks] = edge.own_factor + edge.share
         return matrix
 
-    def describe(self) -> str:
-        """In a line: name, period, and how fast ranks come to agree."""
-        gap = self.spectral_gap()
-        size = "not computed for so many ranks" if gap is None else f"{gap:.3g} a period"
-        return f"topology {self.name}, period {count(self.period, 'step')}, spectral gap {size}"
-
-    def spectral_gap(self) -> float | None:
-        """How much nearer all ranks come in one period: their distance from the average shrinks to `1 - gap` or less.
-
-        1: they agree after a period; 0: they never do. 1 minus the largest singular value of `W(period - 1) ... W(0)`
-        without that of the average: from a formula, or up to `EXACT_RANKS` ranks from the dense matrix, else `None`.
-        """
-        if self.known_gap is not None or self.world_size > EXACT_RANKS:
-            return self.known_gap
-        matrix = np.eye(self.world_size)
-        for step in range(self.period):
-            matrix = self.mixing_matrix(step) @ matrix
-        return min(1.0, max(0.0, 1 - float(np.linalg.norm(matrix - 1 / self.world_size, 2))))
-
 
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
     """A topology by its name. One rank is alone, with any name.
@@ -141,9 +113,9 @@ def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
             f"world_size must be a multiple of local_world_size, both >= 1, got {world_size} and {local_world_size}."
         )
     if world_size == 1:
-        return Topology(name, 1, ((Edge((0,), 1.0),),), 1.0)
+        return Topology(name, 1, ((Edge((0,), 1.0),),))
     steps = tuple(map(tuple, _BUILDERS[name](world_size, local_world_size)))
-    return Topology(name, world_size, steps, _gap_of_ring(world_size) if name == "ring" else 1.0)
+    return Topology(name, world_size, steps)
 
 
 def _complete(world_size: int, local_world_size: int) -> Steps:
@@ -182,11 +154,6 @@ def _powers(name: str, what: str, number: int) -> list[int]:
     if number < 2 or number & (number - 1):
         raise ConfigError(f"topology {name!r} needs {what} to be a power of two, 2 or more, got {number}.")
     return [1 << bit for bit in range(number.bit_length() - 1)]
-
-
-def _gap_of_ring(world_size: int) -> float:
-    # Both steps are projections; their ranges have the principal angles 2 pi k / n.
-    return 1.0 if world_size <= 4 else 2 * math.sin(math.pi / world_size) ** 2
 
 
 _BUILDERS: Final[Mapping[str, Callable[[int, int], Steps]]] = {

@@ -10,19 +10,18 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_compile.decentralized.mixing import Mixer
 from dp_compile.decentralized.topologies import Edge
-from dp_compile.engine.sinks import Wanted
+from dp_compile.engine.sinks import Updates, Wanted
 from dp_compile.errors import ReductionError
+from dp_compile.plan.words import count
 
-CLIPS = ("bucket", "global")
 
-
-class MixingUpdates:
+class MixingUpdates(Updates):
     """What follows a backward of a module whose gradients are not reduced (`engine/sinks.py`).
 
     Args:
         optimizer: over parameters of the module, of all or of some.
         mixer: of its parameters.
-        max_norm: clip gradients; 0: no. `clip_by`: those of each `bucket` by themselves, or all together, `global`.
+        max_norm: clip the gradients of each bucket by themselves; 0: no.
         scaler: unscales, leaves steps out, and is updated, all at the end of the backward.
         scheduler: steps after each step.
         averages_buffers: averages over all ranks are of buffers, too.
@@ -37,7 +36,6 @@ class MixingUpdates:
         mixer: Mixer,
         *,
         max_norm: float,
-        clip_by: str,
         scaler: GradScaler | None,
         scheduler: LRScheduler | None,
         averages_buffers: bool,
@@ -45,7 +43,7 @@ class MixingUpdates:
         self.optimizer, self.mixer, self.scheduler = optimizer, mixer, scheduler
         self.averages_buffers = averages_buffers
         self.handles: list[RemovableHandle] = []
-        self._max_norm, self._clip_by = max_norm, clip_by
+        self._max_norm = max_norm
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale: tuple[torch.Tensor, dist.Work, Edge] | None = None
         """The least scale of the edge, on its way."""
@@ -93,24 +91,16 @@ class MixingUpdates:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def interrupted(self, error: BaseException) -> None:
-        """Nothing was updated before the backward's end."""
-
-    def left_out(self, error: BaseException) -> None:
-        """Nothing follows reductions, of which there are none."""
-
     def released(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.mixer.close()
 
-    def record(self) -> None:
-        """No optimizer follows reductions."""
-
     def describe(self) -> str:
+        topology = self.mixer.topology
         return (
-            f"{self.mixer.topology.describe()}: buckets are of parameters, which are mixed in each step; "
-            "no gradient is reduced"
+            f"topology {topology.name}, period {count(topology.period, 'step')}: buckets are of parameters, which are "
+            "mixed in each step; no gradient is reduced"
         )
 
     # --- a step
@@ -119,19 +109,15 @@ class MixingUpdates:
         """Update all parameters, or none if the scaler found a gradient that is not finite."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        everything = [each for bucket in self.mixer.buckets for each in bucket.parameters]
-        if self._max_norm > 0 and self._clip_by == "global":
-            norm = torch.nn.utils.clip_grad_norm_(everything, self._max_norm)
-            self.optimizer.total_norm = norm  # type: ignore[attr-defined]
-        elif self._max_norm > 0:
-            for bucket in self.mixer.buckets:
-                torch.nn.utils.clip_grad_norm_(bucket.parameters, self._max_norm)
+        for bucket in self.mixer.buckets if self._max_norm > 0 else ():
+            torch.nn.utils.clip_grad_norm_(bucket.parameters, self._max_norm)
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
         else:
             self.optimizer.step()
-        for parameter in everything:
-            parameter.grad = None
+        for bucket in self.mixer.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def _agree_on_scale(self, scaler: GradScaler) -> None:
         """Take the least scale of the edge: what another rank has arrives a step later, as its parameters do."""

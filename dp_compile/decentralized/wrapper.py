@@ -38,7 +38,6 @@ class DecentralizedDataParallel(DecentralizedModule):
         bucket_size_in_mb: float = 25,
         _local_world_size: int | None = None,
         *,
-        clip: str = "bucket",
         config: ReplicateConfig | None = None,
     ) -> None:
         super().__init__()
@@ -49,7 +48,6 @@ class DecentralizedDataParallel(DecentralizedModule):
             lr_scheduler_fn=lr_scheduler_fn,
             scaler=scaler,
             grad_clip_norm=grad_clip_norm,
-            clip=clip,
             param_as_bucket_view=param_as_bucket_view,
             bucket_size_in_mb=bucket_size_in_mb,
             sync_buffer_in_global_avg=sync_buffer_in_global_avg,

@@ -250,7 +250,7 @@ def _meet(state: BackwardState) -> None:
         uneven.announce(state.synced)
     for replica in state.synced:
         if replica.after.updates and replica.history.synced_backwards:
-            check_parameters(replica)  # between a backward and `step()` ranks may have done other parts of an update
+            check_parameters(replica)  # of the step before: where in a backward a rank updates depends on its way
     state.launches = list(map(launches_so_far, state.synced))
 
 

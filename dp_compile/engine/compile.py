@@ -92,7 +92,7 @@ class CompiledBackward:
             ordinal: tuple(index for index in range(len(replica.parameters)) if (ordinal, index) not in got)
             for ordinal, replica in enumerate(replicas)
         }
-        self._updates, self._left_to_step = updates_of(replicas, self._binding.wanted, self._binding.hooked)
+        self._updates = updates_of(replicas, self._binding.wanted, self._binding.hooked)
         self._to_reduce = ToReduce(self._synced, self._unused, self._updates)
         self._number = next(_code_numbers)
         self._run: Callable[..., Any] | None = None
@@ -337,7 +337,6 @@ class CompiledBackward:
                 memory=None if result is None else result.memory,
                 placements=log.placements,
                 updated=sum(len(each.indices) for each in self._updates),
-                left_to_step=self._left_to_step,
             )
         if self._latest is not None:
             for replica in replicas:

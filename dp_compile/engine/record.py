@@ -34,7 +34,6 @@ class OptimizerRecord:
         name: its class.
         way: `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`.
         nbytes: of the parameters that it updates, and so of their gradients.
-        kept_nbytes: of these the gradients that were left to `step()`.
         updates: how many updates were left for the next forward; `SHARDED`: how many all-gathers.
         left: the numbers of their buckets.
         left_nbytes: of what was on its way in them.
@@ -48,7 +47,6 @@ class OptimizerRecord:
     name: str
     way: str
     nbytes: int
-    kept_nbytes: int = 0
     updates: int = 0
     left: tuple[int, ...] = ()
     left_nbytes: int = 0
@@ -61,8 +59,7 @@ class OptimizerRecord:
     def __str__(self) -> str:
         if self.way == SHARDED:
             return self._sharded()
-        kept = f"{format_bytes(self.kept_nbytes)} of {format_bytes(self.nbytes)} of gradients"
-        text = f"{self.name} updates in the backward: the last one kept {kept} for step()"
+        text = f"{self.name} updates {format_bytes(self.nbytes)} of parameters in the backward"
         text += self._left("update") if self.way == OVERLAP_FORWARD else ""
         return f"{text} (computed from sizes)"
 
@@ -105,8 +102,7 @@ class CaptureRecord:
     memory: PeakMemory | None = None
     placements: tuple[Placement, ...] = ()
     updated: int = 0
-    """How many parameters optimizers update in it, and in words what they leave to `step()`."""
-    left_to_step: tuple[str, ...] = ()
+    """How many parameters optimizers update in it."""
 
     def __str__(self) -> str:
         if not self.synced:
@@ -123,7 +119,6 @@ class CaptureRecord:
         lines = [head, *(f"  refused {refusal.node}: {refusal.reason}" for refusal in self.refusals)]
         lines += [f"  {self.memory}"] if self.memory else []
         lines += [f"  {count(self.updated, 'parameter')} updated in it"] if self.updated else []
-        lines += [f"  left to step(): {each}" for each in self.left_to_step]
         return "\n".join([*lines, *_describe_placements(self.placements)])
 
 

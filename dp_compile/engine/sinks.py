@@ -15,17 +15,13 @@ class Wanted:
 
     Args:
         indices: parameters of the module, in the optimizer's order.
-        whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
         crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
         parts: it gets this rank's part of each bucket, and all of them in every backward.
-        obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
     """
 
     indices: tuple[int, ...] = ()
-    whole: bool = False
     crosses: bool = False
     parts: bool = False
-    obstacle: str = ""
 
 
 class Deferred(Leaves, Protocol):
@@ -43,7 +39,7 @@ class Deferred(Leaves, Protocol):
 
 
 class Updates(RunsUpdates, Protocol):
-    """One optimizer of one module."""
+    """One optimizer of one module. A subclass without a method does nothing there."""
 
     @property
     def deferred(self) -> Deferred | None: ...
@@ -59,15 +55,22 @@ class Updates(RunsUpdates, Protocol):
             ReductionError: the step before has not ended, or a backward broke off between two updates.
         """
 
-    def wanted(self, *, keep_graph: bool) -> Wanted: ...
+    def wanted(self, *, keep_graph: bool) -> Wanted:
+        """
+        Raises:
+            ReductionError: the graph is kept, for another backward with parameters of before.
+        """
 
     def ended(self) -> None:
-        """A synchronised backward that may update has ended well."""
+        """A synchronised backward has ended well: update what it has not updated."""
 
-    def interrupted(self, error: BaseException) -> None: ...
+    def interrupted(self, error: BaseException) -> None:
+        """The backward failed on this rank."""
+        return
 
     def left_out(self, error: BaseException) -> None:
         """This rank failed in a backward whose gradients other ranks have: take part in what follows there."""
+        return
 
     def released(self) -> None:
         """The module is not replicated any more."""
@@ -77,6 +80,7 @@ class Updates(RunsUpdates, Protocol):
 
     def record(self) -> OptimizerRecord | None:
         """The same of an optimizer as data; `None` where none follows reductions."""
+        return None
 
 
 @dataclass(eq=False, slots=True)

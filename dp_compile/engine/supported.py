@@ -33,6 +33,7 @@ _IS_THERE: Final[Mapping[str, Callable[[Replica], bool]]] = {
     HAS_RUN: lambda replica: replica.history.backwards.total() > 0,
     JOIN: lambda replica: replica.state.uneven is not None,
     NO_REDUCTION: lambda replica: not replica.state.reduces_gradients,
+    OPTIMIZER: lambda replica: bool(replica.after.updates),
     REDUCE_DTYPE: lambda replica: getattr(replica.config.mp_policy, "reduce_dtype", None) is not None,
     SHARD: lambda replica: replica.after.parts_to is not None,
     SPARSE: lambda replica: bool(replica.module.sparse),
@@ -75,13 +76,16 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (COMM_HOOK, SPARSE): _IS_SPARSE,
     (REDUCE_DTYPE, SPARSE): _IS_SPARSE,
     (TWO_LEVELS, SPARSE): _IS_SPARSE,
-    (JOIN, SHARD): _WHOLE,
+    (JOIN, OPTIMIZER): (
+        "{module} has an optimizer that updates in the backward, and join() divides gradients after it. Use the "
+        "optimizer without in_backward()."
+    ),
     (OPTIMIZER, NO_REDUCTION): "no gradient of this module is reduced: an optimizer steps in its backward already.",
+    (OPTIMIZER, CHECK_NAN): "check_nan looks at gradients after the backward. Leave it out, or in_backward().",
+    (OPTIMIZER, JOIN): "in join() gradients are divided after the backward. Use the optimizer without in_backward().",
     (SHARD, SHARD): "the module has a sharded optimizer already. Give that one all parameters, in groups.",
     (SHARD, TWO_LEVELS): _NOT_SHARDED % "its device_mesh has two levels of network",
     (SHARD, COMM_HOOK): _NOT_SHARDED % "it has a comm hook, which needs whole gradients",
-    (SHARD, CHECK_NAN): _NOT_SHARDED % "check_nan looks at whole gradients",
-    (SHARD, JOIN): _NOT_SHARDED % "inputs may be uneven, in join()",
 }
 
 
@@ -100,7 +104,13 @@ def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = ""
     """
     for (kind, found), sentence in _TABLE.items():
         if kind in kinds and _IS_THERE[found](replica):
-            is_of_module = kind not in (OPTIMIZER, SHARD) and found in (NO_REDUCTION, SHARD, COMM_HOOK, HAS_RUN)
+            is_of_module = kind not in (OPTIMIZER, SHARD) and found in (
+                NO_REDUCTION,
+                OPTIMIZER,
+                SHARD,
+                COMM_HOOK,
+                HAS_RUN,
+            )
             names = {
                 "added": added or kind,
                 "module": module or f"the module of {replica.names[0]}",

@@ -1,12 +1,12 @@
 """Which optimizers are called around a backward, and which parameters a captured one updates.
 
 Each rank decides alone which parameters a captured backward updates: an update is a function of reduced gradients,
-which are the same on every rank, and what is not updated in the backward has its gradient in `.grad`, for `step()`.
+which are the same on every rank. What is left is updated when the backward has ended, with the same kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,17 +59,16 @@ class OneBackward:
                 for each in after.updates:
                     each.interrupted(error)
             else:
-                for each, wanted in zip(after.updates, self._wanted.get(replica, ()), strict=False):
-                    if not (wanted.obstacle or replica.state.rehearses):
-                        each.ended()
+                for each in after.updates if replica in self._wanted and not replica.state.rehearses else ():
+                    each.ended()
 
 
 def updates_of(
     replicas: Sequence[Replica],
     wanted_of: Sequence[Sequence[Wanted]],
     got: Collection[tuple[int, int] | None],
-) -> tuple[tuple[InBackward, ...], tuple[str, ...]]:
-    """What a captured backward updates, and in words what it leaves to `step()`.
+) -> tuple[InBackward, ...]:
+    """What a captured backward updates.
 
     Args:
         replicas: the modules in it.
@@ -77,38 +76,18 @@ def updates_of(
         got: by module and index the parameters that get a gradient in it.
     """
     found: list[InBackward] = []
-    left: list[str] = []
     for ordinal, replica in enumerate(replicas):
         buckets = enumerate(replica.plan.buckets)
         bucket_of = {member.gradient.index: number for number, bucket in buckets for member in bucket.members}
         for number, wanted in enumerate(wanted_of[ordinal]):
-            here = [index for index in wanted.indices if (ordinal, index) in got]
-            missing = [index for index in wanted.indices if (ordinal, index) not in got]
-            if wanted.parts:
-                for bucket, indices in _by_bucket(wanted.indices, bucket_of, whole=False).items():
-                    hands_over = not set(indices).isdisjoint(missing)
-                    found.append(InBackward(ordinal, number, bucket, tuple(indices), hands_over))
-                continue
-            reason = wanted.obstacle
-            if wanted.whole and missing:
-                reason = f"{replica.name_list(missing)} got no gradient, and the norm or the check is over all"
-            elif missing:
-                left.append(f"{replica.name_list(missing)}: no gradient in this backward")
-            if reason:
-                left.append(f"all parameters: {reason}")
-                continue
-            for bucket, indices in _by_bucket(here, bucket_of, whole=wanted.whole).items():
-                found.append(InBackward(ordinal, number, bucket, tuple(indices)))
-    return tuple(found), tuple(left)
-
-
-def _by_bucket(indices: Sequence[int], bucket_of: Mapping[int, int], *, whole: bool) -> dict[int, list[int]]:
-    if whole:
-        return {max(map(bucket_of.__getitem__, indices)): list(indices)} if indices else {}
-    found: dict[int, list[int]] = {}
-    for index in sorted(indices, key=lambda index: bucket_of[index]):
-        found.setdefault(bucket_of[index], []).append(index)
-    return found
+            of_bucket: dict[int, list[int]] = {}
+            for index in sorted(wanted.indices, key=bucket_of.__getitem__):
+                if wanted.parts or (ordinal, index) in got:
+                    of_bucket.setdefault(bucket_of[index], []).append(index)
+            for bucket, indices in of_bucket.items():
+                hands_over = any((ordinal, index) not in got for index in indices)
+                found.append(InBackward(ordinal, number, bucket, tuple(indices), hands_over))
+    return tuple(found)
 
 
 def memory_of(tensors: Sequence[object], written: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -11,10 +11,8 @@ reduced gradients, `ended` and `interrupted` close the backward. Here a sink is 
 `in_backward()` makes one, `remove_in_backward()` takes it out again. Nothing here inherits from another sink.
 """
 
-from dp_compile.optim.checkpoints import full_state_dict as full_state_dict
-from dp_compile.optim.checkpoints import load_sharded_state_dict as load_sharded_state_dict
-from dp_compile.optim.checkpoints import sharded_state_dict as sharded_state_dict
 from dp_compile.optim.clipping import clip_grad_norm_ as clip_grad_norm_
+from dp_compile.optim.in_backward import full_state_dict as full_state_dict
 from dp_compile.optim.in_backward import in_backward as in_backward
 from dp_compile.optim.in_backward import remove_in_backward as remove_in_backward
 from dp_compile.optim.readers import synchronize as synchronize

@@ -11,40 +11,23 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.plan_sync import is_of_other_ranks
 from dp_compile.engine.ranges import UPDATE, WAIT, during, during_bucket
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ReductionError
-from dp_compile.optim.partial_steps import options_of
 from dp_compile.optim.readers import put_hooks, take_hooks_off
-from dp_compile.optim.setup import Setup
+from dp_compile.optim.setup import Setup, copied, options_of
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
 from dp_compile.plan.buckets import Bucket
 
 _lock = threading.RLock()
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredWork:
-    """What one backward did not wait for.
-
-    `updates`: how many. `buckets`: their numbers in the plan. `nbytes`: in flight. `indices`: of the parameters.
-    `stayed`: it was so after `step()` too; `None`: there was none yet.
-    """
-
-    updates: int = 0
-    buckets: tuple[int, ...] = ()
-    nbytes: int = 0
-    indices: frozenset[int] = frozenset()
-    stayed: bool | None = None
 
 
 class Deferred:
@@ -54,7 +37,8 @@ class Deferred:
         self._setup = setup
         self._options: tuple[dict[str, Any], ...] = ()
         self._pending: list[Pending] = []
-        self.last = DeferredWork()
+        self.last: dict[str, Any] = {}
+        """What the last backward did not wait for, by names of an `OptimizerRecord`."""
         self.failed = ""
         """Why an update was done in part, or not at all."""
         self._stays = False
@@ -63,7 +47,7 @@ class Deferred:
     def begin(self) -> None:
         """A backward begins: nothing stays in flight, and its updates use the options that the optimizer has now."""
         self.arrive()
-        self._options = options_of(self._setup.optimizer) if self._setup.is_alive else ()
+        self._options = options_of(self._setup.optimizer, copied) if self._setup.is_alive else ()
 
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
@@ -86,12 +70,11 @@ class Deferred:
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
         pending = self._pending
-        self.last = DeferredWork(
-            len(pending),
-            tuple(sorted({number for each in pending for number in each.buckets})),
-            sum(each.nbytes for each in pending),
-            frozenset(index for each in pending for index in each.indices),
-        )
+        self.last = {
+            "updates": len(pending),
+            "left": tuple(sorted({number for each in pending for number in each.buckets})),
+            "left_nbytes": sum(each.nbytes for each in pending),
+        }
         for each in pending:
             each.register()
         if pending and (root := self._setup.replica.module.outline.root()) is not None:
@@ -102,7 +85,7 @@ class Deferred:
 
     def step_ended(self) -> None:
         """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
-        self.last = replace(self.last, stayed=self._stays)
+        self.last["stayed"] = self._stays
         if not self._stays:
             self.arrive()
         self._stays = False  # Each forward sets it: one that breaks before its first graph does not.
@@ -118,9 +101,6 @@ class Deferred:
             for each in pending:
                 each.arrive()
         except BaseException:
-            if not self.failed:  # nothing was written: the next read tries again
-                self._pending = [each for each in pending if not each.is_over]
-                raise
             for each in pending:
                 with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: named once
                     each.drop()
@@ -173,22 +153,15 @@ class Pending(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return [self.replica.parameters[index] for index in self.indices]
 
-    def written_to(self) -> object:
-        """Equal as long as nothing of what `finish` writes to has changed; `None`: it cannot be tried twice."""
-        return None
-
     def register(self) -> None:
         self.addresses = tuple(parameter.data_ptr() for parameter in self.parameters if parameter.numel())
-        self._set_over(over=False)
+        in_flight.update(dict.fromkeys(self.addresses, self))
         self.versions = self._versions_now()
 
-    def _set_over(self, *, over: bool) -> None:
-        self.is_over = over
+    def _end(self) -> None:
+        self.is_over = True
         for address in self.addresses:
-            if over:
-                in_flight.pop(address, None)
-            else:
-                in_flight[address] = self
+            in_flight.pop(address, None)
 
     def _versions_now(self) -> tuple[tuple[int, int], ...]:
         return tuple((parameter.data_ptr(), autograd.version_of(parameter)) for parameter in self.parameters)
@@ -197,16 +170,11 @@ class Pending(ABC):
         with _lock:
             if self.is_over:
                 return
-            self._set_over(over=True)
-            before = None
+            self._end()
             try:
                 self._check_not_written()
-                before = self.written_to()
                 self._finish()
             except BaseException as error:
-                if before is not None and before == self.written_to() and not is_of_other_ranks(error):
-                    self._set_over(over=False)
-                    raise
                 names, deferred = self.replica.name_list(self.indices), self.deferred
                 assert deferred is not None
                 deferred.failed = deferred.failed or (
@@ -219,7 +187,7 @@ class Pending(ABC):
     def drop(self) -> None:
         with _lock:
             if not self.is_over:
-                self._set_over(over=True)
+                self._end()
                 self.wait()
 
     def _check_not_written(self) -> None:
@@ -267,11 +235,6 @@ class PendingUpdate(Pending):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, _, tensor in self.launched)
 
-    def written_to(self) -> object:
-        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
-        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return self._versions_now(), [(id(each), autograd.version_of(each)) for each in tensors]
-
     def wait(self) -> None:
         for _, _, tensor in self.launched:
             torch.ops._c10d_functional.wait_tensor.default(tensor)
@@ -281,11 +244,11 @@ class PendingUpdate(Pending):
         kept = [parameter.grad for parameter in parameters]
         with (
             during(UPDATE, self.replica),
-            self.setup.steps.only(self.optimizer, parameters, options=self.options),
+            self.setup.only(parameters, options=self.options) as optimizer,
         ):
             for index, parameter in zip(self.indices, parameters, strict=True):
                 parameter.grad = gradients[index]
-            optim.step_without_hooks(self.optimizer)
+            optim.step_without_hooks(optimizer)
         for parameter, grad in zip(parameters, kept, strict=True):
             parameter.grad = grad
 

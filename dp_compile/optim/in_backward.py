@@ -16,9 +16,8 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import OPTIMIZER, check_supported
 from dp_compile.errors import ConfigError, require
 from dp_compile.optim.deferred import Deferred
-from dp_compile.optim.partial_steps import check_kind
 from dp_compile.optim.readers import let_readers_wait
-from dp_compile.optim.setup import Setup
+from dp_compile.optim.setup import Setup, check_kind
 from dp_compile.optim.shard import Shard
 from dp_compile.optim.update import Part, Update, Whole
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
@@ -42,25 +41,24 @@ def in_backward(
     """Let the backward of a replicated module update its parameters. Returns the same optimizer.
 
     The loop stays: backward, `optimizer.step()`, `optimizer.zero_grad()`. In a captured backward the update of each
-    bucket follows its reduction, and `.grad` is `None` after it. What the backward did not update has its reduced
-    gradient in `.grad`, which nothing may change, and `step()` updates it, with the same kernels; then it ends the
-    step. After `step()` the `.grad` of the module's parameters is `None` in every way. There is one synchronised
-    backward for each `step()`.
+    bucket follows its reduction; any other backward updates at its end, with the same kernels. `.grad` is `None` after
+    both. `step()` ends the step, and updates what is not in the module. There is one synchronised backward for each
+    `step()`.
 
     Args:
         model: a module that was given to `replicate`, or a `DistributedDataParallel`.
         optimizer: one of `torch.optim` over parameters of `model`, of all or of some; it may have others too.
-        max_norm: clip the gradients of all its parameters together, as `torch.nn.utils.clip_grad_norm_` does. The norm
-            before is then in `optimizer.total_norm`. Do not call that function too: there is nothing to clip.
-        scaler: the `torch.amp.GradScaler` of the loop, if there is one.
+        max_norm: with `shard`: clip the gradients of all its parameters together, as `torch.nn.utils.clip_grad_norm_`
+            does. The norm before is then in `optimizer.total_norm`. Do not call that function too.
+        scaler: with `shard`: the `torch.amp.GradScaler` of the loop, if there is one.
         overlap_forward: leave updates whose gradients are in flight when a backward ends for the next forward, which
             does each right before it reads the parameter; with `shard` it waits there for all-gathers of updated
             parameters. For `torch.compile(model, backend="dp_compile")`; after any other forward `step()` waits. All
             that Dynamo has compiled in this process is compiled again. Code that reads a parameter past the module's
             methods calls `model.synchronize()` before (`optim/readers.py` has what waits). Every rank gives the same.
         shard: each rank reduces and updates a part of the elements of each bucket, and keeps their state, with an
-            optimizer that updates each element by itself. All of `step()` is then in the backward, on every rank. Every
-            rank calls this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.
+            optimizer that updates each element by itself. Every rank calls this. `optimizer.state_dict()` is
+            `full_state_dict(optimizer)` then, `load_state_dict()` stays.
 
     Raises:
         ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
@@ -84,6 +82,7 @@ def in_backward(
     deferred = Deferred(setup) if overlap_forward else None
     part: Part = Shard(setup, deferred) if shard else Whole(setup, deferred)
     update = Update(setup, part, deferred)
+    _check_memory(replica, mine)
     update.install()
     replica.after.updates.append(update)
     if deferred is not None:
@@ -112,9 +111,30 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
     replica.planning.for_next_forward &= any(each.deferred for each in replica.after.updates)
 
 
-def known(optimizer: torch.optim.Optimizer) -> Update | None:
-    """The sink of an optimizer that was given to `in_backward`."""
-    return _known.get(optimizer)
+def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> dict[str, Any]:
+    """What `optimizer.state_dict()` would give if the optimizer were not sharded, with tensors on the CPU.
+
+    It loads into any optimizer over these parameters, sharded or not and on any number of ranks, with
+    `load_state_dict()`. Every rank calls this.
+
+    Args:
+        optimizer: one that was given to `in_backward(..., shard=True)`; for any other this is its `state_dict()`.
+        to: the only rank of the module's group that gets it, the others get `{}`. `None`: all.
+
+    Raises:
+        ConfigError: `to` is no rank of the group.
+    """
+    update = _known.get(optimizer)
+    if update is None or not isinstance(update.part, Shard):
+        return optimizer.state_dict()
+    shard = update.part
+    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < shard.ranks):
+        raise ConfigError(f"to must be a rank of the module's group, 0 to {shard.ranks - 1}, or None, got {to!r}.")
+    states = shard.full_states(to)
+    if to not in (None, shard.rank):
+        return {}
+    with shard.as_whole(states):
+        return optimizer.state_dict()
 
 
 def _is_installed(update: Update) -> bool:
@@ -135,6 +155,19 @@ def _check_only(replica: Replica, mine: Sequence[int]) -> None:
             )
 
 
+def _check_memory(replica: Replica, mine: Sequence[int]) -> None:
+    """Refuse two parameters in one memory: which of them is updated first matters, and ranks may cut between them."""
+    at = dict[int, str]()
+    for index in mine:
+        parameter, name = replica.parameters[index], replica.names[index]
+        other = at.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if other != name:
+            raise ConfigError(
+                f"{name} shares its memory with {other}: they cannot be updated in the backward one after the other. "
+                "Let both be one nn.Parameter before replicate(), or use the optimizer without in_backward()."
+            )
+
+
 def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, shard: object) -> None:
     kind = type(optimizer)
     check_kind(optimizer)
@@ -150,12 +183,12 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
         raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
     for name, value in (("shard", shard), ("overlap_forward", overlap_forward)):
         require(isinstance(value, bool), name, "True or False", value)
-    if overlap_forward and not shard and (max_norm is not None or scaler is not None):
+    if not shard and (max_norm is not None or scaler is not None):
         looks_at_all = "max_norm" if max_norm is not None else "scaler"
         raise ConfigError(
-            f"overlap_forward=True together with {looks_at_all}: that looks at all gradients before the first update, "
-            "so no update can be left for the next forward. Leave one of them out, or add shard=True: updated "
-            "parameters are then all-gathered under the next forward."
+            f"in_backward({looks_at_all}=...) needs shard=True: it looks at all gradients before the first update, so "
+            "nothing is gained by updates in the backward. Use the optimizer without in_backward(), with "
+            "dp_compile.optim.clip_grad_norm_() and scaler.step(optimizer) in the loop."
         )
 
 

@@ -1,17 +1,39 @@
-"""One optimizer of one module, and how it is to step: what the parts of an `Update` share."""
+"""One optimizer of one module, and its steps over some of its parameters: what the parts of an `Update` share."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from dp_compile._torch import autograd
 from dp_compile.engine.replica import Replica
-from dp_compile.optim.partial_steps import PartialSteps
+from dp_compile.errors import ConfigError, ReductionError, require
+
+_REFUSED: Final = {
+    torch.optim.LBFGS: "evaluates the model again in its step()",
+    torch.optim.SparseAdam: "needs sparse gradients, which are not reduced",
+}
+
+
+def check_kind(optimizer: Any) -> None:
+    """Whether an optimizer can step in the backward at all.
+
+    Raises:
+        ConfigError: it cannot, or is none.
+    """
+    kind = type(optimizer)
+    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
+    if kind in _REFUSED:
+        raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Use it as it is.")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Use it as it is.")
 
 
 class Setup:
@@ -20,11 +42,8 @@ class Setup:
     Attributes:
         max_norm: as given to `in_backward`.
         given_scaler: the same; `scaler` is `None` where that is not enabled.
-        steps: the optimizer's steps over some parameters.
         updated: the parameters that were updated since the last `step()`, by their places in the module.
-        parameters: all of the optimizer, as they were last seen.
-        covered: the places in the module of those that it has, in the optimizer's order; frozen ones too.
-        alone: those of them of which no other parameter has the memory: else it matters which is updated first.
+        covered: the places in the module of those that the optimizer has, in its order; frozen ones too.
     """
 
     def __init__(
@@ -33,11 +52,10 @@ class Setup:
         self._replica, self._optimizer = weakref.ref(replica), weakref.ref(optimizer)
         self.max_norm, self.given_scaler = max_norm, scaler
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.steps = PartialSteps()
         self.updated: set[int] = set()
-        self.parameters: list[nn.Parameter] = []
         self.covered: tuple[int, ...] = ()
-        self.alone: frozenset[int] = frozenset()
+        self._parameters: list[nn.Parameter] = []
+        self._group_of: dict[int, int] = {}
 
     @property
     def replica_if_alive(self) -> Replica | None:
@@ -67,18 +85,89 @@ class Setup:
 
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters of the module that the optimizer has now."""
-        parameters = self.replica.parameters
-        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if len(now) != len(self.parameters) or not all(map(operator.is_, now, self.parameters)):
+        parameters, groups = self.replica.parameters, self.optimizer.param_groups
+        now = [parameter for group in groups for parameter in group["params"]]
+        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
             place = {id(parameter): index for index, parameter in enumerate(parameters)}
-            self.parameters = now
-            self.steps = PartialSteps()
+            self._parameters = now
+            self._group_of = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
             self.covered = tuple(place[id(each)] for each in now if id(each) in place)
-            at = Counter(each.data_ptr() for each in now if each.numel())
-            self.alone = frozenset(index for index in self.covered if at[parameters[index].data_ptr()] <= 1)
         return tuple(index for index in self.covered if parameters[index].requires_grad)
 
     def sizes(self) -> dict[int, int]:
         """Bytes of each parameter that it covers, and so of its gradient."""
         parameters, _ = self.replica.parameters, self.indices()
         return {index: parameters[index].numel() * parameters[index].element_size() for index in self.covered}
+
+    @contextlib.contextmanager
+    def only(
+        self,
+        parameters: Sequence[nn.Parameter],
+        given: Sequence[nn.Parameter] | None = None,
+        *,
+        options: Sequence[dict[str, Any]] = (),
+    ) -> Iterator[torch.optim.Optimizer]:
+        """Inside, the optimizer has these parameters only, in their own groups; afterwards they have no gradient.
+
+        Args:
+            parameters: of the optimizer.
+            given: what it has in their place, as pieces of them.
+            options: what `options_of` returned for the groups when the step was due; else they are as they are now.
+        """
+        optimizer, given = self.optimizer, parameters if given is None else given
+        groups = optimizer.param_groups
+        now, chosen = [dict(group) for group in groups], [list[nn.Parameter]() for _ in groups]
+        for parameter, each in zip(parameters, given, strict=True):
+            chosen[self._group_of[id(parameter)]].append(each)
+        try:
+            for group, then in zip(groups, options, strict=False):  # groups that were added later have none
+                group.update(then)
+            for group, some in zip(groups, chosen, strict=True):
+                group["params"] = some
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            yield optimizer
+        finally:
+            optimizer.param_groups = groups
+            for group, then in zip(groups, now, strict=True):
+                group.update(then)
+            for each in given:
+                each.grad = None
+
+
+def options_of(optimizer: torch.optim.Optimizer, of: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
+    """The options of each group, each as `of` gives it: `copied`, or `noted` to be compared later."""
+    groups = optimizer.param_groups
+    return tuple({name: of(value) for name, value in group.items() if name != "params"} for group in groups)
+
+
+def copied(value: Any) -> Any:
+    """A learning rate may be in a tensor, which a scheduler writes to."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def noted(value: Any) -> Any:
+    """Of a tensor, which one it is and how often it was written to."""
+    return (id(value), autograd.version_of(value)) if isinstance(value, torch.Tensor) else value
+
+
+def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> str:
+    """The first option that is not what it was when `noted`, in words; what came later did not change."""
+    for number, (then, now) in enumerate(zip(before, options_of(optimizer, noted), strict=False)):
+        for name in then:
+            if name not in now or then[name] != now[name]:
+                return f"{name} of parameter group {number} changed"
+    return ""
+
+
+def check_in_place(replica: Replica, indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+    """Compare the memory of parameters with what compiled code has for them.
+
+    Raises:
+        ReductionError: it is another one.
+    """
+    for index, parameter in zip(indices, parameters, strict=True):
+        if replica.parameters[index].data_ptr() != parameter.data_ptr():
+            raise ReductionError(
+                f"the compiler has a copy of {replica.name_list(indices)}, which it would write back over the "
+                "update. Use the optimizer without in_backward(), or an uncompiled backward."
+            )

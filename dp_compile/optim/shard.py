@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import optim
-from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
+from dp_compile._torch.stand_in import ShardedGradient
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.ranges import GATHER, UPDATE, during
@@ -36,9 +36,8 @@ from dp_compile.engine.sinks import Wanted
 from dp_compile.engine.supported import SHARD, check_supported
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
-from dp_compile.optim.partial_steps import check_in_place
-from dp_compile.optim.setup import Setup
-from dp_compile.optim.shards import Piece, State, States, cut, gathered, layout_of, pieces_of
+from dp_compile.optim.setup import Setup, check_in_place
+from dp_compile.optim.shards import Piece, State, States, cut, is_cut, layout_of, pieces_of
 from dp_compile.optim.update import Part
 from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
@@ -89,9 +88,6 @@ class Gather(Pending):
     def nbytes(self) -> int:
         return self.values.nbytes
 
-    def written_to(self) -> object:
-        return self._versions_now()
-
     def wait(self) -> None:
         self.work.wait()
 
@@ -105,8 +101,6 @@ class Gather(Pending):
 
 class Shard(Part):
     """This rank's elements of the parameters of one optimizer, with their state."""
-
-    leaves_to_step = False
 
     def __init__(self, setup: Setup, deferred: Deferred | None) -> None:
         super().__init__(setup, deferred)
@@ -161,7 +155,7 @@ class Shard(Part):
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Raise for what would not be exact, or cannot be cut."""
-        at, frozen = dict[str, str](), {id(parameter) for _, parameter in replica.module.frozen}
+        frozen = {id(parameter) for _, parameter in replica.module.frozen}
         every = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in (each for each in every if id(each) not in frozen):
             index = self._place.get(id(parameter))
@@ -178,12 +172,6 @@ class Shard(Part):
                 raise ConfigError(
                     f"{name} has strides {parameter.stride()}, with gaps in its memory: it cannot be cut. Make it "
                     "contiguous before replicate()."
-                )
-            other = at.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
-            if other != name:
-                raise ConfigError(
-                    f"{name} shares its memory with {other}, and ranks would update the one without the other. Let "
-                    "both be one nn.Parameter before replicate(), or use shard=False."
                 )
         self.setup.indices()
         self._check_order(replica, self.setup.covered, ConfigError)
@@ -297,18 +285,13 @@ class Shard(Part):
 
     def _hold_whole(self, states: States) -> None:
         """Keep this rank's part of whole states; they are the same on every rank."""
-        own = {index: piece for index, piece in self.pieces.items() if index in states}
-        self.hold({index: cut(states[index], self.parameters[index], piece) for index, piece in own.items()})
-        self._has_state = bool(states)
-
-    def hold(self, states: States) -> None:
-        """Go on from states of this rank's pieces. Every rank calls it."""
         held = ShardedStates(dict)
-        for index, state in states.items():
-            self._place_numbers(index, state)
-            held[self._own[index]] = state
+        for index, piece in self.pieces.items():
+            if index in states:
+                held[self._own[index]] = state = cut(states[index], self.parameters[index], piece)
+                self._place_numbers(index, state)
         self.setup.optimizer.state = held
-        self._has_state = True
+        self._has_state = bool(states)
 
     def _place_numbers(self, index: int, state: State) -> None:
         """A step counter is on the host, unless kernels of the device read it."""
@@ -321,15 +304,30 @@ class Shard(Part):
                 if isinstance(value, torch.Tensor) and not value.dim():
                     state[key] = value.to(parameter.device)
 
-    def own_states(self) -> States:
-        """Of this rank's pieces."""
-        state = self.setup.optimizer.state
-        return {index: dict(state[own]) for index, own in self._own.items() if own in state}
-
     def full_states(self, to: int | None = None) -> States:
         """The whole state, by place in the module, on the CPU. Every rank calls it; `to`: the only one that gets it."""
-        parameters = {index: self.parameters[index] for index in sorted(self.covered)}
-        return gathered(self.own_states(), self.pieces, parameters, self.group, to)
+        held, states = self.setup.optimizer.state, dict[int, State]()
+        # One parameter at a time: with NCCL what is sent is on the GPU, which has no room for all of the state.
+        for index in sorted(self.covered):
+            parameter, own = self.parameters[index], self._own.get(index)
+            mine: State = held[own] if own is not None and own in held else {}
+            start = self.pieces[index].start if mine else 0
+            sent = start, {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in mine.items()}
+            received = [sent] * self.ranks
+            if to is None:
+                dist.all_gather_object(received, sent, group=self.group)
+            else:
+                dist.gather_object(sent, received if self.rank == to else None, group=self.group, group_dst=to)
+            for first, part in received if to in (None, self.rank) else ():
+                state = states.setdefault(index, {}) if part else {}
+                for key, value in part.items():
+                    if is_cut(key, value):
+                        zeros = torch.zeros(parameter.numel(), dtype=value.dtype)
+                        whole = state.setdefault(key, zeros.as_strided(parameter.shape, dense_strides(parameter)))
+                        whole.as_strided((parameter.numel(),), (1,))[first : first + value.numel()] = value
+                    else:
+                        state[key] = value
+        return states
 
     @contextlib.contextmanager
     def as_whole(self, states: States) -> Iterator[None]:
@@ -346,8 +344,7 @@ class Shard(Part):
         if isinstance(self.setup.optimizer.state, ShardedStates):
             raise ReductionError(
                 "optimizer.state_dict() of a sharded optimizer: each rank has a part of the state. Call "
-                "dp_compile.optim.full_state_dict(optimizer) on every rank for all of it, or "
-                "dp_compile.optim.sharded_state_dict(optimizer) for torch.distributed.checkpoint."
+                "dp_compile.optim.full_state_dict(optimizer) on every rank for all of it."
             )
 
     def loaded(self) -> None:
@@ -371,15 +368,7 @@ class Shard(Part):
         self._find_memory()
         self.released()
 
-    def wanted(self, *, keep_graph: bool) -> Wanted:
-        replica = self.setup.replica
-        if keep_graph:
-            raise ReductionError(
-                "retain_graph=True, but a backward with a sharded optimizer changes parameters at its end: it cannot "
-                "be gone through once more. Add the losses, or run all backwards but the last under no_sync()."
-            )
-        if replica.config.check_nan or replica.state.uneven is not None:
-            raise ReductionError("a sharded optimizer has no whole gradients to check or to divide again.")
+    def wanted(self) -> Wanted:
         return Wanted(self.covered, parts=True)
 
     def apply(
@@ -445,9 +434,9 @@ class Shard(Part):
                 self._gather(replica, gradients, held)
         for index in self.covered:
             if index not in still:
-                self.parameters[index].grad = sharded_gradient(self.parameters[index])
+                self.parameters[index].grad = ShardedGradient(self.parameters[index])
 
-    def before_step(self) -> None:
+    def before_step(self, *, has_updated: bool) -> None:
         for index in self.covered:
             parameter = self.parameters[index]
             if isinstance(parameter.grad, ShardedGradient):
@@ -471,9 +460,9 @@ class Shard(Part):
     @contextlib.contextmanager
     def _narrowed(self, gradients: Mapping[int, torch.Tensor]) -> Iterator[torch.optim.Optimizer]:
         """Inside, the optimizer has this rank's pieces with a gradient only, each in the group of its parameter."""
-        optimizer, indices = self.setup.optimizer, sorted(gradients)
+        indices = sorted(gradients)
         parameters, own = [self.parameters[index] for index in indices], [self._own[index] for index in indices]
-        with self.setup.steps.only(optimizer, parameters, own):
+        with self.setup.only(parameters, own) as optimizer:
             for index, piece in zip(indices, own, strict=True):
                 piece.grad = gradients[index]
             yield optimizer

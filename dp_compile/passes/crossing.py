@@ -181,7 +181,8 @@ class ArriveBeforeUse:
         else:
             read = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor) and node.users]
             first = dict.fromkeys(read, next(node for node in nodes if node.op != "placeholder"))
-        for group in _groups(read, self.most):
+        size = -(-len(read) // self.most)
+        for group in (read[start : start + size] for start in range(0, len(read), max(1, size))):
             reader = first[group[0]]
             with graph.inserting_before(reader):
                 after = _last_product(nodes[: position[reader]])
@@ -202,22 +203,3 @@ def _last_product(nodes: Sequence[fx.Node]) -> fx.Node | None:
 def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> Any:
     readers = [user for user in node.users if user.op != "output"]
     return min(readers, key=position.__getitem__, default=None)
-
-
-def _groups(nodes: Sequence[fx.Node], most: int) -> list[list[fx.Node]]:
-    """Nodes one after the other, in about equal parts by their elements."""
-    sizes = [_numel(node) for node in nodes]
-    part, filled = max(1, sum(sizes) // most), 0
-    groups: list[list[fx.Node]] = []
-    for node, size in zip(nodes, sizes, strict=True):
-        if not groups or filled >= part:
-            groups.append([])
-            filled = 0
-        groups[-1].append(node)
-        filled += size
-    return groups
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return int(value.numel()) if isinstance(value, torch.Tensor) else 0

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from dp_compile.comm_hooks.comm_hook import HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
-from dp_compile.engine.plan_sync import agree, agree_in_call, meeting, table_in_backward, telling_the_others
+from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import (
     AVERAGING,
@@ -104,9 +102,8 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
     try:
         if hook.memory is not None:
             assert isinstance(hook.function, FunctionalHook)
-            compare = partial(_compare_memory, weakref.ref(replica))
-            hook.memory.bind(hook.function, replica.names, replica.parameters, compare)
-        agree_in_call(replica, {"comm hook": hook.said}, "register_comm_hook()")
+            hook.memory.bind(hook.function, replica.names, replica.parameters)
+        agree_in_call(replica, {"comm hook": hook.statement}, "register_comm_hook()")
     except BaseException:
         replica.planning.comm_hook = None
         if hook.memory is not None:
@@ -116,12 +113,3 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
     if hook.is_called:
         what = "it is called with each bucket by hooks that run eagerly, backwards are not captured"
         logger.warning("%s has comm hook %s: %s: %s.", name, hook.name, what, hook.why_called)
-
-
-def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
-    """Compare the state of a functional hook with the other ranks. The user keeps it, so not a replica."""
-    replica = of()
-    assert replica is not None
-    table = table_in_backward(replica)
-    if table is not None:
-        agree(table, meeting(replica, call), {"state of the comm hook": said}, call=call)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers as theirs
-from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as their_hierarchy
 
 import dp_compile
 from dp_compile import averaging
@@ -28,7 +27,7 @@ def net() -> nn.Module:
 
 
 def go_astray(model: nn.Module, step: int) -> None:
-    """What an optimizer on data of its own does to the parameters of a rank."""
+    """What an optimizer does to the parameters of a rank, on its data."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -36,18 +35,15 @@ def go_astray(model: nn.Module, step: int) -> None:
             parameter -= 0.1 * parameter.grad
 
 
-def same_as_torchs(kind: str, cases: list[tuple[Any, ...]], steps: int) -> int:
-    """Bit for bit after each step; returns how often the parameters were averaged."""
-    ours, torchs = {
-        "periodic": (averaging.PeriodicModelAverager, theirs.PeriodicModelAverager),
-        "hierarchical": (averaging.HierarchicalModelAverager, their_hierarchy.HierarchicalModelAverager),
-    }[kind]
+@on_ranks("ranks2")
+def test_periodic_as_torchs() -> None:
+    """Bit for bit after each step, from parameters and from groups."""
     averaged = 0
-    for given in cases:
-        averagers = ours(*given), torchs(*given)
-        assert isinstance(averagers[0], torchs)
+    for given in ((1, 0), (3, 0), (2, 3)):
+        averagers = averaging.PeriodicModelAverager(*given), theirs.PeriodicModelAverager(*given)
+        assert isinstance(averagers[0], theirs.PeriodicModelAverager)
         models = net(), net()
-        for step in range(steps):
+        for step in range(7):
             for model, averager in zip(models, averagers, strict=True):
                 go_astray(model, step)
                 alone = next(model.parameters()).detach().clone()
@@ -56,17 +52,7 @@ def same_as_torchs(kind: str, cases: list[tuple[Any, ...]], steps: int) -> int:
             for mine, other in zip(*(model.parameters() for model in models), strict=True):
                 assert torch.equal(mine, other), (given, step)
             assert averagers[0].step == averagers[1].step == step + 1
-    return averaged
-
-
-def test_periodic_as_torchs(ranks2: Ranks) -> None:
-    assert ranks2.run(same_as_torchs, "periodic", [(1, 0), (3, 0), (2, 3)], 7)[0] == 7 + 3 + 2
-
-
-def test_hierarchical_as_torchs(ranks4: Ranks) -> None:
-    """Three levels, and a warm-up that no period divides: periods count from step 0."""
-    cases = [({1: 1, 2: 2, 4: 4}, 0), ({2: 2, 4: 4}, 3), ({3: 4}, 0)]
-    assert ranks4.run(same_as_torchs, "hierarchical", cases, 9)[0] == 5 + 3 + 3
+    assert averaged == 7 + 3 + 2
 
 
 # --- what torch's leave out, or do to parameters --------------------------------------------------------------------
@@ -107,10 +93,6 @@ def test_parameters_without_a_gradient_are_averaged_too() -> None:
 
 @pytest.mark.usefixtures("fake_group")
 def test_what_is_refused() -> None:
-    for given in ({4: 1, 2: 2}, {2: 2, 4: 1}, {2: 2, 1: 2}):
-        # Torch takes the first: at a step that both divide, it averages by what stands last.
-        with pytest.raises(dp_compile.ConfigError, match="from short periods and small groups"):
-            averaging.HierarchicalModelAverager(given)
     averager = averaging.PeriodicModelAverager(2)
     used_up = net().parameters()
     list(used_up)
@@ -157,19 +139,15 @@ def test_ranks_that_differ_are_named_at_once(fault: str) -> None:
 
 
 def missing() -> str:
-    """Rank 1 is a step behind in a hierarchy: it waits for its neighbour, rank 0 for all."""
+    """Rank 1 is a step late, and ends."""
     exchange.ASK_S = 2.0  # type: ignore[misc]
-    rank = dist.get_rank()
-    hierarchy = {1: 1, 2: 2}
     group = dist.new_group(timeout=timedelta(seconds=2))
-    averager = averaging.HierarchicalModelAverager(hierarchy, process_group=group)
+    averager = averaging.PeriodicModelAverager(1, process_group=group)
     model = net()
     averager.average_parameters(model.parameters())
-    averager.step += rank
-    if rank == 1:
-        return ""  # its own group is of one rank, and it ends
-    averager.step = 2
-    with pytest.raises(dp_compile.CommunicationError, match="step 2") as raised:
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(dp_compile.CommunicationError, match="step 1") as raised:
         averager.average_parameters(model.parameters())
     return str(raised.value)
 
@@ -182,16 +160,13 @@ def test_a_rank_that_does_not_come_is_named(own_ranks: Ranks) -> None:
 # --- post-local SGD -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixture", ["both ours", "torch's averager"])
 @on_ranks("ranks2")
-def test_post_local_sgd_as_torchs(mixture: str) -> None:
-    """With torch's averager too; a checkpoint of one loads in the other."""
-    kinds = {"ours": averaging.PeriodicModelAverager, "torch": theirs.PeriodicModelAverager}
-    averager = kinds["torch" if mixture == "torch's averager" else "ours"](2, 1)
+def test_post_local_sgd_as_torchs() -> None:
+    """A checkpoint of one loads in the other."""
     kind = averaging.PostLocalSGDOptimizer
     models = net(), net()
     optimizers = (
-        kind(torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9), averager),
+        kind(torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9), averaging.PeriodicModelAverager(2, 1)),
         TheirOptimizer(
             torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9), theirs.PeriodicModelAverager(2, 1)
         ),

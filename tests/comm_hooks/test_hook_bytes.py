@@ -43,39 +43,27 @@ class Twice(dp_compile.FunctionalHook):
 KEY, _HOOK = register(Twice())
 
 
-def specs(key: str) -> list[dp_compile.GradientSpec]:
+def test_a_bucket_sends_what_its_hook_hands_out() -> None:
+    """As where it reduces real tensors; predictions count that, and step files keep it."""
     world = dist.group.WORLD
     assert world is not None
-    group = Group(world, distributed.group_name(world), GLOO, 2, Averaging(hook=key, rounds=Twice.rounds))
+    group = Group(world, distributed.group_name(world), GLOO, 2, Averaging(hook=KEY, rounds=Twice.rounds))
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    return list(gradient_specs(parameters, [f"p{number}" for number in range(len(SHAPES))], group))
-
-
-def test_a_bucket_sends_what_its_gradients_do() -> None:
-    """As the hook hands it out where it reduces, with real tensors."""
-    sent = [each.sent for each in specs(KEY)[:-1]]
-    assert sent == [(16 * 36 * 2, 36 * 4), (7 * 2, 4), (64 * 32 * 2, 32 * 4)]
+    *gradients, flags = gradient_specs(parameters, [f"p{number}" for number in range(len(SHAPES))], group)
+    assert [each.sent for each in gradients] == [(16 * 36 * 2, 36 * 4), (7 * 2, 4), (64 * 32 * 2, 32 * 4)]
+    sent = [sum(each) for each in zip(*(each.sent for each in gradients), strict=True)]
     run = HookRun(KEY, HookBucket([torch.randn(shape) for shape in SHAPES], [{}] * len(SHAPES), 2, 0))
     (first,) = run.step([])
     (second,) = run.step([first])
-    assert (first.nbytes, second.nbytes) == tuple(map(sum, zip(*sent, strict=True)))
+    assert [first.nbytes, second.nbytes] == sent
 
-
-def test_predictions_count_what_is_handed_out_and_step_files_keep_it() -> None:
-    gradients = specs(KEY)
-    hooked, flags = (
-        PACKED.bucket(gradients[:-1]),
-        PACKED.bucket(gradients[-1:]),
-    )
+    buckets = PACKED.bucket(gradients), PACKED.bucket([flags])
     base = step_of_buckets(1)
-    step = Step("python hooks", "fixed", 4, GLOO, "cpu", BucketPlan((hooked, flags)), base.ready, base.cost, "stated")
-    sent = [sum(each) for each in zip(*(each.sent for each in gradients[:-1]), strict=True)]
+    step = Step("python hooks", "fixed", 4, GLOO, "cpu", BucketPlan(buckets), base.ready, base.cost, "stated")
     expected = sum(step.cost.seconds(nbytes) for nbytes in (*sent, flags.nbytes))
     assert step.communication_s == pytest.approx(expected, rel=1e-9)
     assert Step.from_json(step.to_json()).communication_s == predict(step).communication_s == step.communication_s
     # In the place of the hook: all bytes, in one round.
     plain = predict(step, dtype="float32")
     assert plain.step.plan.gradients[0].key.reduction.hook is None
-    assert plain.communication_s == pytest.approx(
-        sum(step.cost.seconds(each.nbytes) for each in (hooked, flags)), rel=1e-9
-    )
+    assert plain.communication_s == pytest.approx(sum(step.cost.seconds(each.nbytes) for each in buckets), rel=1e-9)

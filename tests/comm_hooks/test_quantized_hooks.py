@@ -111,7 +111,7 @@ def test_parameters_of_one_dimension_travel_in_full_precision(
 
 @pytest.mark.parametrize(("dtype", "bad"), [*zip(DTYPES, [torch.inf, torch.nan, torch.inf], strict=True)])
 def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(dtype: torch.dtype, bad: float) -> None:
-    """All of its block, and nothing else: whoever scales a loss has to see it."""
+    """All of its block, and nothing else: a scaler has to see it."""
     hook = QuantizedHook(dtype, 4, min_ndim=0)
     gradients = [[torch.ones(6), torch.ones(3, 3)] for _ in range(3)]
     gradients[1][1][0, 1] = bad
@@ -122,26 +122,18 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
-    """They come back as what they are; computed is in float32."""
-    hook = QuantizedHook(block=8)
+    """They come back as what they are, computed in float32. Without error feedback nothing is remembered."""
+    hook, forgets = QuantizedHook(block=8), QuantizedHook(block=8, error_feedback=False)
     gradients = [[torch.linspace(-1, 1, 30).view(6, 5).mul(rank + 1).to(dtype)] for rank in range(2)]
     wide = [[each.float() for each in one] for one in gradients]
     results, expected = (played(hook, buckets_of(hook, each)) for each in (gradients, wide))
-    for (reduced, states), (same, same_states) in zip(results, expected, strict=True):
+    once = played(forgets, buckets_of(forgets, gradients))
+    for (reduced, states), (same, same_states), (first, nothing) in zip(results, expected, once, strict=True):
         assert reduced[0].dtype == dtype
         assert torch.equal(reduced[0], same[0].to(dtype))
         assert torch.equal(states[0]["error"], same_states[0]["error"])
-
-
-def test_without_error_feedback_nothing_is_remembered() -> None:
-    hook = QuantizedHook(block=8, error_feedback=False, min_ndim=1)
-    gradients = [[torch.linspace(-1, 1, 30)], [torch.linspace(0, 1, 30)]]
-    results = played(hook, buckets_of(hook, gradients))
-    assert [states for _, states in results] == [[{}], [{}]]
-    expected, _ = reduced_by_formula(
-        [in_blocks(each, hook) for each in gradients], [np.zeros(32, np.float32)] * 2, hook
-    )
-    np.testing.assert_allclose(results[0][0][0], expected[:30], rtol=1e-5, atol=1e-6)
+        assert torch.equal(first[0], reduced[0])  # no error was there before the first step
+        assert nothing == [{}]
 
 
 @pytest.mark.parametrize(

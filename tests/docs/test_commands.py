@@ -102,9 +102,8 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
         one, other = ranks2.run(run_shown, code)
         assert text in one[where]
         assert one["parameters"] == other["parameters"]
-    one, other = ranks2.run(
-        run_shown, optimizer + "import torch.distributed.checkpoint\n" + python_of("tuning.md", OPTIMIZERS, 1)
-    )
+    imports = "import torch.distributed.checkpoint.state_dict\n"
+    one, other = ranks2.run(run_shown, optimizer + imports + python_of("tuning.md", OPTIMIZERS, 1))
     (here, whole), (there, _) = one["elements of state"], other["elements of state"]
     assert here + there == whole > 0
     assert one["parameters"] == other["parameters"]

@@ -218,9 +218,8 @@ class Cell:
     @property
     def exists(self) -> bool:
         kinds = KINDS_OF.get(self.stage, KINDS)
-        updates_at_step = (self.stage, self.kind, self.way) == ("in the update", "in_backward", "hooks")
         other_way = self.stage in (EAGER_ONLY if self.way == "captured" else CAPTURED_ONLY)
-        return self.kind in kinds and not updates_at_step and not other_way
+        return self.kind in kinds and not other_way
 
 
 @dataclass(frozen=True, slots=True)

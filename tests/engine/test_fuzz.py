@@ -161,7 +161,11 @@ def updates(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], part: st
     can_shard = not levels and not has_gaps
     update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
     if update:
-        return {"adamw": adamw, "update": update, "max_norm": draw(st.sampled_from([None, 0.05]))}
+        return {
+            "adamw": adamw,
+            "update": update,
+            "max_norm": draw(st.sampled_from([None, 0.05])) if update == "shard" else None,
+        }
     return {"adamw": adamw, "part": part}
 
 
@@ -287,8 +291,8 @@ SAMPLES = {
     "edits": EDITED,
     "deeper": DEEPER,
     "transforms": replace(PLAIN, steps=tuple(Step(PAIR[:1], transform=each) for each in fuzzing.TRANSFORMS)),
-    "in_backward": replace(PLAIN, steps=(Step(PAIR), Step(PAIR)), update="in_backward", max_norm=0.05),
-    "shard": replace(PLAIN, steps=(Step(PAIR), Step(PAIR)), update="shard", adamw=True),
+    "in_backward": replace(PLAIN, steps=(Step(PAIR), Step(PAIR)), update="in_backward"),
+    "shard": replace(PLAIN, steps=(Step(PAIR), Step(PAIR)), update="shard", adamw=True, max_norm=0.05),
 }
 
 

@@ -536,7 +536,6 @@ _pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocas
 _SHARD: Final = {"shard": True}
 _CLIPPED: Final[dict[str, Any]] = {"max_norm": 0.1, "tolerance": _ROUNDING}
 _pair("in_backward", in_backward={})
-_pair("in_backward, clipped", in_backward={}, **_CLIPPED)
 _pair("shard=True", in_backward=_SHARD)
 
 

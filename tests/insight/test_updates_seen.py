@@ -24,7 +24,7 @@ from dp_compile.insight.step import MeasuredStep, Step
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0002)
 WAYS: dict[str, dict[str, Any]] = {
-    "clipped": {"max_norm": 1.0},
+    "whole": {},
     "crossing": {"overlap_forward": True},
     "sharded": {"shard": True},
     "sharded crossing": {"shard": True, "overlap_forward": True},
@@ -95,12 +95,12 @@ def test_what_crosses_is_waited_for_in_the_next_forward(seen: dict[str, Seen]) -
     assert "; after it" in str(measurement)
 
 
-@pytest.mark.parametrize("way", ["clipped", "sharded"])
+@pytest.mark.parametrize("way", ["whole", "sharded"])
 def test_updates_and_all_gathers_are_no_compute(seen: dict[str, Seen], way: str) -> None:
     step, measured, measurement, report, explanation, text = seen[way]
     assert not measurement.why_not
     updates = [each for each in measured.follows if each.what == "update"]
-    assert len(updates) == (1 if way == "clipped" else 3)  # of the buckets without flags
+    assert len(updates) == 3  # of the buckets without flags
     assert 0 < measured.updates_s == pytest.approx(sum(each.seconds for each in updates))
     assert measured.compute_s == pytest.approx(measured.backward_s - measured.exposed_s - measured.updates_s)
     assert bool(measured.gather_s) == bool(step.gather_s) == (way == "sharded")
@@ -111,7 +111,7 @@ def test_updates_and_all_gathers_are_no_compute(seen: dict[str, Seen], way: str)
         assert "all-gathers of parameters" in text
         assert re.search(r"this one [\d,]+ of 216 elements, .* instead of .* \(computed", report)
     else:
-        assert f"kept 0 B of {4 * 216} B of gradients for step()" in report
+        assert f"AdamW updates {4 * 216} B of parameters in the backward" in report
 
 
 def test_all_gathers_are_waited_for_in_the_next_forward(seen: dict[str, Seen]) -> None:

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +21,11 @@ from parity import batch
 from poison import poisoned
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from twins import ADAMW, SGD, SMALL, Last, Make, Net, Twins, assert_same, made
 
 import dp_compile
-from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
+from dp_compile.optim import full_state_dict
 from dp_compile.optim import shard as sharded_optimizer
 from dp_compile.optim.shard import Shard
 from dp_compile.passes.memory import BucketMemory
@@ -73,7 +75,7 @@ def test_generated_code(max_norm: float | None, wish: bool | None) -> None:
 
 @on_ranks("ranks2")
 def test_no_gap_is_sent_where_somebody_looks_for_nan() -> None:
-    """What lies in gaps is whatever was there; where NCCL looks for NaN in all that it sends, zeros."""
+    """What lies in gaps is not defined; where NCCL looks for NaN in all that it sends, zeros."""
     launched: list[torch.Tensor] = []
     launch = sharded_optimizer.launch_gather
 
@@ -220,101 +222,66 @@ def test_a_state_of_a_plain_optimizer_and_back() -> None:
     moments["exp_avg"] = moments["exp_avg"].flatten()[:1].view([1] * moments["exp_avg"].dim())
     with pytest.raises(dp_compile.ConfigError, match=r"exp_avg of shape \[1"):
         both.mine.load_state_dict(state)
+    with pytest.raises(dp_compile.ConfigError, match="must be a rank"):
+        full_state_dict(both.mine, to=9)
 
 
-STATES: dict[str, tuple[Callable[[], nn.Module], Make]] = {
-    "adamw": (Net, ADAMW),
-    "channels last": (Last, ADAMW),
-    "sgd": (Net, SGD),
-}
+STATES: dict[str, tuple[Callable[[], nn.Module], Make]] = {"sgd": (Net, SGD), "channels last": (Last, ADAMW)}
 
 
-@pytest.mark.parametrize("name", [*list(STATES)[:-1], pytest.param("sgd", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", STATES)
 @on_ranks("ranks4")
 def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(tmp_path: Path, name: str) -> None:
-    """On all ranks, then gone on from by fewer of them, whose buckets are others."""
+    """As a whole, through torch's distributed checkpoint; fewer ranks go on from it, whose buckets are others."""
     torch.manual_seed(1)
-    one_bucket = dp_compile.ReplicateConfig(backend="aot_eager")
     build, make = STATES[name]
     both = sharded(build, make)
     both.train(0, 1)
     state = full_state_dict(both.mine)
-    dcp.save({"model": both.ours.state_dict(), "optimizer": sharded_state_dict(both.mine)}, checkpoint_id=str(tmp_path))
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    for group in groups:
+    plain = make(both.ours.parameters())
+    plain.load_state_dict(copy.deepcopy(state))
+    dcp.save({"by number": state, "by name": get_optimizer_state_dict(both.ours, plain)}, checkpoint_id=str(tmp_path))
+    for group in [dist.new_group([0, 1]), dist.new_group([2])]:
         if dist.get_rank() not in dist.get_process_group_ranks(group):
             continue
-        for way in ("whole", "parts"):
+        for way in ("by number", "by name"):
             torch._dynamo.reset()
             model = build()
-            dp_compile.replicate(model, config=one_bucket, process_group=group)
-            optimizer = make(model.parameters())
+            dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"), process_group=group)
+            optimizer, plain = make(model.parameters()), make(model.parameters())
             dp_compile.optim.in_backward(model, optimizer, shard=True)
             for each in optimizer.param_groups:
                 each["lr"] = 7.0
-            if way == "whole":
-                optimizer.load_state_dict(state)
-            else:
-                load_sharded_state_dict(optimizer, str(tmp_path))
+            by_name = get_optimizer_state_dict(model, plain)  # gives `plain` a state, to be loaded into
+            loaded = {way: plain.state_dict() if way == "by number" else by_name}
+            dcp.load(loaded, checkpoint_id=str(tmp_path), process_group=group)
+            if way == "by name":
+                set_optimizer_state_dict(model, plain, loaded[way])
+                loaded[way] = plain.state_dict()
+            optimizer.load_state_dict(loaded[way])
             assert_same(full_state_dict(optimizer), state)
             model(batch(0)).square().mean().backward()  # another plan: the state moves
             optimizer.step()
             assert len(full_state_dict(optimizer)["state"]) == len(state["state"])
 
 
-def wrong_checkpoint(directory: str) -> None:
-    both = sharded(make=ADAMW)
-    both.train(0)
-    dcp.save({"optimizer": sharded_state_dict(both.mine)}, checkpoint_id=directory)
-    before = full_state_dict(both.mine)
-    others = [sharded(build, make).mine for build, make in ((lambda: nn.Linear(6, 6), ADAMW), (Net, one_group))]
-    attempts: Attempts = [
-        ("which this optimizer does not have", lambda: load_sharded_state_dict(others[0], directory)),
-        ("parameter groups", lambda: load_sharded_state_dict(others[1], directory)),
-        ("no sharded optimizer under 'other'", lambda: load_sharded_state_dict(both.mine, directory, key="other")),
-        ("is not sharded", lambda: load_sharded_state_dict(both.other, directory)),
-        ("is not sharded", lambda: sharded_state_dict(both.other)),
-        ("must be a rank", lambda: full_state_dict(both.mine, to=9)),
-        ("full_state_dict", lambda: [sum(each.values()) for each in sharded_state_dict(both.mine)["state"].values()]),
-    ]
-    refuse(attempts)
-    assert_same(full_state_dict(both.mine), before)
-
-
 def turn(model: nn.Module) -> nn.Module:
     return model.to(memory_format=torch.channels_last if model.stem.weight.is_contiguous() else torch.contiguous_format)  # type: ignore[union-attr,operator,call-overload,no-any-return]
 
 
-def another_order(directory: str) -> None:
-    """Parameters whose elements lie otherwise than their gradients, or than what was saved."""
+@on_ranks("ranks2")
+def test_another_memory_format() -> None:
+    """Parameters whose elements lie otherwise than their gradients."""
     both = sharded(Last, make=one_group)
     both.train(0)
-    dcp.save({"optimizer": sharded_state_dict(both.mine)}, checkpoint_id=directory)
     turn(both.ours)
-    other = sharded(lambda: turn(Last()), make=one_group)
     late = dp_compile.replicate(Last(), config=SMALL)
     turn(late)
-    shares = Net()
-    shares.layers[3].weight.data = shares.layers[0].weight.data
-    dp_compile.replicate(shares, config=SMALL)
-    attempts: Attempts = [
-        ("stem.weight has strides", lambda: both.backward(1)),
-        ("in another order", lambda: load_sharded_state_dict(other.mine, directory)),
-        (
-            "stem.weight has strides",
-            lambda: dp_compile.optim.in_backward(late, one_group(late.parameters()), shard=True),
-        ),
-        ("shares its memory", lambda: dp_compile.optim.in_backward(shares, one_group(shares.parameters()), shard=True)),
-    ]
-    refuse(attempts)
+    in_late = partial(dp_compile.optim.in_backward, late, one_group(late.parameters()), shard=True)
+    refuse([("stem.weight has strides", lambda: both.backward(1)), ("stem.weight has strides", in_late)])
     turn(both.ours)
     both.other.zero_grad()
     both.train(1)
-
-
-@pytest.mark.parametrize("scenario", [wrong_checkpoint, another_order])
-def test_a_checkpoint_of_something_else(ranks: Ranks, tmp_path: Path, scenario: Callable[[str], None]) -> None:
-    ranks.run(scenario, str(tmp_path))
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
@@ -326,7 +293,7 @@ class Complex(Net):
         self.factor = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
-@on_ranks("ranks2")
+@pytest.mark.usefixtures("fake_group")
 def test_what_is_refused() -> None:
     def ready(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
         return dp_compile.replicate(build(), **{"config": SMALL} | options)
@@ -345,7 +312,6 @@ def test_what_is_refused() -> None:
     dp_compile.optim.in_backward(twice, torch.optim.SGD(parameters[:4], lr=0.1), shard=True)
     shard(joined)
     attempts: Attempts = [
-        ("check_nan", lambda: shard(ready(config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)))),
         ("comm hook", lambda: shard(hooked)),
         ("factor is complex", lambda: shard(ready(Complex))),
         ("is not in the module", foreign),
@@ -354,11 +320,5 @@ def test_what_is_refused() -> None:
             lambda: dp_compile.optim.in_backward(twice, torch.optim.SGD(parameters[4:], lr=0.1), shard=True),
         ),
         ("needs whole gradients", lambda: joined.register_comm_hook(None, default_hooks.fp16_compress_hook)),
-        (r"join\(\) needs whole gradients", lambda: dp_compile.join(joined).__enter__()),
-        ("retain_graph=True", lambda: joined(batch(0)).square().mean().backward(retain_graph=True)),
-        (
-            r"in_backward\(shard=True\)",
-            lambda: shard(ready(), torch.optim.SGD if dist.get_rank() else torch.optim.Adam),
-        ),
     ]
     refuse(attempts)

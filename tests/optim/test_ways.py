@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from poison import poisoned
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
-from twins import ADAMW, GIVEN, SGD, Last, Make, Net, assert_same, id_of, made, two_groups
+from twins import ADAMW, GIVEN, SGD, Last, Make, Net, Twins, id_of, made, two_groups
 
 import dp_compile
 from dp_compile.optim import full_state_dict
@@ -36,7 +36,7 @@ def train(way: str, name: str, max_norm: float | None, compile_model: Callable[[
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in (both.mine, both.other)]
     for number in range(5):
         both.backward(number)
-        if way == "whole" and compile_model is compile_whole:
+        if way == "whole":
             assert all(each.grad is None for each in both.ours.parameters())
         both.step()
         for scheduler in schedulers:
@@ -55,24 +55,23 @@ def train(way: str, name: str, max_norm: float | None, compile_model: Callable[[
 
 
 @pytest.mark.parametrize(
-    ("way", "name", "max_norm"),
+    ("way", "name", "max_norm", "compile_model"),
     [
-        ("whole", "adamw", None),
-        ("whole", "adamw", 0.05),
-        ("whole", "adamw_fused", None),
-        ("whole", "adafactor", 0.05),
-        ("sharded", "sgd", None),
-        ("sharded", "adamw", 0.05),
+        ("whole", "adamw", None, not_compiled),
+        ("whole", "adamw_fused", None, compile_whole),
+        ("whole", "adafactor", None, compile_whole),
+        ("sharded", "sgd", None, compile_whole),
+        ("sharded", "adamw", 0.05, compile_whole),
+        ("sharded", "adamw", 1e3, not_compiled),
     ],
+    ids=id_of,
 )
-def test_the_same_parameters_as_ddp(ranks: Ranks, way: str, name: str, max_norm: float | None) -> None:
+def test_the_same_parameters_as_ddp(
+    ranks: Ranks, way: str, name: str, max_norm: float | None, compile_model: Any
+) -> None:
     """Two parameter groups and a scheduler; another learning rate compiles nothing."""
-    assert set(ranks.run(train, way, name, max_norm, compile_whole)) == {(10, 1)}
-
-
-@pytest.mark.parametrize(("way", "max_norm"), [("whole", 0.05), ("sharded", None), ("sharded", 1e3)])
-def test_the_same_parameters_if_nothing_is_compiled(ranks: Ranks, way: str, max_norm: float | None) -> None:
-    assert set(ranks.run(train, way, "adamw", max_norm, not_compiled)) == {(0, 0)}
+    expected = (10, 1) if compile_model is compile_whole else (0, 0)
+    assert set(ranks.run(train, way, name, max_norm, compile_model)) == {expected}
 
 
 @on_ranks("ranks2")
@@ -85,22 +84,6 @@ def test_sgd_is_ddp_s_bit_for_bit() -> None:
         both.step()
         assert all(map(torch.equal, both.ours.parameters(), both.theirs.parameters()))
     assert both.updated == 2
-
-
-# --- each of these in several ways ------------------------------------------------------------------------------------
-
-
-def one_rank_falls_back(way: str, max_norm: float | None) -> int:
-    """Bit by bit as a run in which nothing falls back: the same kernels on the same elements."""
-    both = [made(way, make=ADAMW, max_norm=max_norm) for _ in range(2)]
-    for number in range(5):
-        for run, each in enumerate(both):
-            each.backward(number, broken=run == 0 and number in (1, 3) and dist.get_rank() == 0)
-            each.step()
-            each.compare()
-        assert all(map(torch.equal, both[0].ours.parameters(), both[1].ours.parameters()))
-    assert_same(*(full_state_dict(each.mine) for each in both))
-    return both[0].updated
 
 
 class Broken(Net):
@@ -143,20 +126,7 @@ def test_features(way: str, name: str) -> None:
     assert both.updated == updated
 
 
-def accumulated(way: str, max_norm: float | None) -> None:
-    both = made(way, max_norm=max_norm)
-    for number in range(3):
-        both.backward(10 * number, sync=False)
-        both.backward(10 * number + 1)
-        both.step()
-        both.compare()
-    outputs = [[run(batch(each)) for each in (50, 51)] for run in (both.run, both.run_theirs)]
-    for (first, second), model in zip(outputs, (both.ours, both.theirs), strict=True):
-        with dp_compile.no_sync(model):
-            first.square().mean().backward()
-        second.square().mean().backward()
-    both.step()
-    both.compare()
+# --- each of these in several ways ------------------------------------------------------------------------------------
 
 
 class Spare(Net):
@@ -165,71 +135,102 @@ class Spare(Net):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(6, 6)
-        self.users = 0
+        self.users = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.spare(x) if dist.get_rank() < self.users else x)
 
 
-def unused(way: str, max_norm: float | None, compiled: bool = True) -> None:
+def accumulated(both: Twins) -> None:
+    """Then two forwards before their backwards."""
+    both.backward(20, sync=False)
+    both.train(21)
+    outputs = [[run(batch(each)) for each in (22, 23)] for run in (both.run, both.run_theirs)]
+    for whose, ((first, second), model) in enumerate(zip(outputs, (both.ours, both.theirs), strict=True)):
+        with dp_compile.no_sync(model):
+            both.scaled(whose, first).backward()
+        both.scaled(whose, second).backward()
+    both.step()
+    both.compare()
+
+
+def falls_back(both: Twins) -> None:
+    """Not captured on one rank; gradients of before are not cleared."""
+    for number in (30, 31):
+        both.backward(number, broken=number == 30 and dist.get_rank() == 0)
+        both.step(zero=False)
+        both.compare()
+
+
+def unused(both: Twins) -> None:
     """What no rank uses is not updated: no weight decay, no moments."""
-    options = {} if compiled else {"compile_model": not_compiled}
-    both = made(way, Spare, ADAMW, max_norm=max_norm, find_unused_parameters=True, **options)
-    ours, theirs = both.ours, both.theirs
-    assert isinstance(ours, Spare)
-    assert isinstance(theirs, Spare)
-    for number, users in enumerate((2, 0, 1, 2, 0)):
-        ours.users = theirs.users = users
+    ours: Any = both.ours
+    for number, users in enumerate((0, 1, 2, 0, 2), 40):
+        ours.users = both.theirs.users = users  # type: ignore[assignment]
         before = ours.spare.weight.clone()
         both.backward(number)
-        assert way == "whole" or (ours.spare.weight.grad is None) is (users == 0)
         both.step()
         both.compare()
         assert torch.equal(before, ours.spare.weight) is (users == 0)
 
 
-def frozen(way: str, max_norm: float | None = None) -> None:
-    both = made(way, make=ADAMW, find_unused_parameters=True, max_norm=max_norm)
-    both.train(0)
-    for requires in (False, True):
+def frozen(both: Twins) -> None:
+    for number, requires in ((50, False), (51, True)):
         for model in (both.ours, both.theirs):
             model.layers[1].weight.requires_grad_(requires)  # type: ignore[index,union-attr]
-        both.train(1, 2)
+        both.train(number)
 
 
-def scaled(way: str, max_norm: float | None, broken: bool) -> None:
-    """A step is left out on all ranks, though one of them alone has seen what is not finite: in one rank's part."""
-    one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
-    both = made(way, make=ADAMW, max_norm=max_norm, given={"scaler": one})
-    both.scalers = one, two
-    for number in range(6):
+def overflows(both: Twins) -> None:
+    """On one rank, in that rank's part; captured on it or not: no rank steps."""
+    for broken in (False, True):
         before = [each.clone() for each in both.ours.parameters()]
         spoiled = []
-        if number == 2 and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             for model in (both.ours, both.theirs):
                 spoiled.append([*model.parameters()][-1].register_hook(lambda grad: grad * torch.inf))
-        both.backward(number, broken=broken and number in (2, 4) and dist.get_rank() == 0)
+        both.backward(60, broken=broken and dist.get_rank() == 0)
         for each in spoiled:
             each.remove()
         both.step()
-        both.compare()
-        assert all(map(torch.equal, before, both.ours.parameters())) is (number == 2)
+        assert all(map(torch.equal, before, both.ours.parameters()))
+        both.train(61)
 
 
-def several_modules(way: str) -> None:
-    pairs = [made(way, make=ADAMW), made(way, make=SGD, max_norm=0.05)]
-    for number in range(3):
-        for ours in (True, False):
-            first, second = (each.run if ours else each.run_theirs for each in pairs)
-            second(first(batch(number))).square().mean().backward()
-        for each in pairs:
-            each.step()
-            each.nearly = each.nearly or way != "whole"
-            each.compare()
+def every_kind_of_step(way: str, max_norm: float | None, has_scaler: bool) -> None:
+    one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
+    given = {"scaler": one} if has_scaler else {}
+    both = made(way, Spare, ADAMW, max_norm=max_norm, given=given, find_unused_parameters=True)
+    both.scalers = (one, two) if has_scaler else None
+    both.train(0)
+    for kind in (accumulated, falls_back, unused, frozen, *([overflows] if has_scaler else [])):
+        kind(both)
+    both.train(70)
 
 
-def another_optimizer(way: str) -> None:
-    """A second one of the same module updates whole parameters; a group is added later."""
+@pytest.mark.parametrize(
+    ("way", "max_norm", "has_scaler"),
+    [
+        ("whole", None, False),
+        ("sharded", None, False),
+        ("sharded", 0.05, True),
+        ("overlapping", None, False),
+        ("next forward", 0.05, True),
+    ],
+)
+def test_every_kind_of_step(ranks2: Ranks, way: str, max_norm: float | None, has_scaler: bool) -> None:
+    """With parameters that are NaN as long as they are in flight."""
+    ranks2.run(in_way, every_kind_of_step, way, max_norm, has_scaler)
+
+
+def in_way(scenario: Callable[..., Any], way: str, *args: Any) -> None:
+    with poisoned() if "overlap_forward" in GIVEN[way] else nullcontext():
+        scenario(way, *args)
+
+
+def of_several(way: str) -> None:
+    """Two modules in one backward, and two optimizers of one module, one of which gets a group later."""
+    torch.manual_seed(0)
 
     def half(number: int, model: Any) -> list[nn.Parameter]:
         return [each for place, each in enumerate(model.parameters()) if place % 2 == number]
@@ -237,31 +238,31 @@ def another_optimizer(way: str) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([*parameters][:8:2], lr=0.01)
 
-    both = made(way, make=make)
-    more = [torch.optim.SGD(half(1, model), lr=0.1, momentum=0.9) for model in (both.ours, both.theirs)]
-    dp_compile.optim.in_backward(both.ours, more[0])
+    pairs = [made(way, make=make), made(way, make=SGD)]
+    first = pairs[0]
+    more = [torch.optim.SGD(half(1, model), lr=0.1, momentum=0.9) for model in (first.ours, first.theirs)]
+    dp_compile.optim.in_backward(first.ours, more[0])
     for number in range(4):
         if number == 2:
-            for model, optimizer in ((both.ours, both.mine), (both.theirs, both.other)):
+            for model, optimizer in ((first.ours, first.mine), (first.theirs, first.other)):
                 optimizer.add_param_group({"params": half(0, model)[4:], "lr": 0.5})
-        both.backward(number)
-        both.step()
+        for ours in (True, False):
+            inner, outer = (each.run if ours else each.run_theirs for each in pairs)
+            outer(inner(batch(number))).square().mean().backward()
+        for each in pairs:
+            each.step()
         for optimizer in more:
             optimizer.step()
             optimizer.zero_grad()
-        for model in (both.ours, both.theirs):
-            model.zero_grad()
-        both.compare()
-    state = full_state_dict(both.mine)
-    assert len(state["state"]) == 5
-    fresh = made(way, make=make)
-    fresh.mine.add_param_group({"params": half(0, fresh.ours)[4:]})
-    fresh.mine.load_state_dict(copy.deepcopy(state))  # before any backward
-    assert_same(full_state_dict(fresh.mine), state)
+        for each in pairs:
+            each.compare()
+    assert len(full_state_dict(first.mine)["state"]) == 5
 
 
-def warmed_up(way: str) -> None:
-    both = made(way, make=ADAMW, max_norm=0.05)
+def life(way: str) -> None:
+    """Warmed up; fails half way and goes on from a checkpoint; is taken out, and its module; and is there once more."""
+    both = made(way, make=ADAMW)
+    both.nearly = True
     before = [each.clone() for each in both.ours.parameters()]
     dp_compile.warmup(both.ours, [batch(0)], lambda x: both.run(x).square().mean())
     assert all(map(torch.equal, before, both.ours.parameters()))
@@ -271,23 +272,47 @@ def warmed_up(way: str) -> None:
     assert captures == len(dp_compile.report(both.ours).captures)
     assert both.updated == 10
 
+    state = copy.deepcopy((full_state_dict(both.mine), both.ours.state_dict()))
+    assert state[0].keys() == both.other.state_dict().keys()
+    for group in both.mine.param_groups:
+        group["betas"] = (0.9, None)
+    with pytest.raises(TypeError):
+        both.backward(2)
+    for act in (both.mine.step, lambda: both.run(batch(2)).sum().backward()):
+        with pytest.raises(dp_compile.ReductionError, match=r"after the optimizer had updated.*load_state_dict"):
+            act()
+    both.mine.load_state_dict(state[0])
+    both.ours.load_state_dict(state[1])
+    both.other.zero_grad()
+    both.train(2)
 
-def taken_off(way: str) -> None:
-    """Not replicated any more: a plain optimizer, but for a sharded one, which has a part of the state."""
-    both = made(way, make=ADAMW)
-    both.train(0)
+    second = ADAMW(both.ours.parameters())
+    with pytest.raises(dp_compile.ConfigError, match=r"remove_in_backward\(other_optimizer\)"):
+        dp_compile.optim.in_backward(both.ours, second)
+    dp_compile.optim.remove_in_backward(both.mine)
+    both.train(3)  # it steps as any optimizer does
+    with pytest.raises(dp_compile.ConfigError, match="does not update in the backward"):
+        dp_compile.optim.remove_in_backward(both.mine)
+    whole = copy.deepcopy(both.mine.state_dict())
+    torch.testing.assert_close(whole, both.other.state_dict())
+    dp_compile.optim.in_backward(both.ours, second, **GIVEN[way])
+    second.load_state_dict(whole)
+    both.mine = second
+    both.train(4, 5)
+    assert both.updated == 10
+
     for model in (both.ours, both.theirs):
         dp_compile.unreplicate(model)
         model(torch.ones(3, 6)).square().mean().backward()
-    if way == "whole":
-        both.step()
-        both.compare()
-    else:
+    if "shard" in GIVEN[way]:  # it has a part of the state
         with pytest.raises(dp_compile.ReductionError, match="not replicated any more"):
             both.mine.step()
         both.mine.zero_grad()
         both.other.zero_grad()
-    for number, given in enumerate((GIVEN[way], {}), 1):
+    else:
+        both.step()
+        both.compare()
+    for number, given in enumerate((GIVEN[way], {}), 6):
         for model in (both.ours, both.theirs):
             dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=1e-4))
         dp_compile.optim.in_backward(both.ours, both.mine, **given)
@@ -297,54 +322,16 @@ def taken_off(way: str) -> None:
     assert len(full_state_dict(both.mine)["state"]) == 10
 
 
-def fails_between(way: str) -> None:
-    """The model is of no step until a state is loaded."""
-    both = made(way, make=ADAMW)
-    both.train(0)
-    state = copy.deepcopy((full_state_dict(both.mine), both.ours.state_dict()))
-    for group in both.mine.param_groups:
-        group["betas"] = (0.9, None)
-    with pytest.raises(TypeError):
-        both.backward(1)
-    for act in (both.mine.step, lambda: both.backward(2)):
-        with pytest.raises(dp_compile.ReductionError, match=r"after the optimizer had updated.*load_state_dict"):
-            act()
-    both.mine.load_state_dict(state[0])
-    both.ours.load_state_dict(state[1])
-    both.other.zero_grad()
-    both.train(1)
-
-
-def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
-    with poisoned() if way == "next forward" else nullcontext():
-        scenario(way, *args)
-
-
 @pytest.mark.parametrize(
-    ("scenario", "way", "args"),
+    ("scenario", "way"),
     [
-        (one_rank_falls_back, "whole", (None,)),
-        (one_rank_falls_back, "next forward", (0.05,)),
-        (accumulated, "whole", (None,)),
-        (accumulated, "sharded", (0.05,)),
-        (unused, "whole", (0.05,)),
-        (unused, "sharded", (None,)),
-        (unused, "next forward", (None,)),
-        (frozen, "next forward", ()),
-        (scaled, "whole", (0.05, True)),
-        (scaled, "sharded", (None, True)),
-        (scaled, "next forward", (None, True)),
-        (several_modules, "whole", ()),
-        (another_optimizer, "whole", ()),
-        (another_optimizer, "sharded", ()),
-        (warmed_up, "sharded", ()),
-        (taken_off, "whole", ()),
-        (taken_off, "sharded", ()),
-        (fails_between, "whole", ()),
-        (fails_between, "next forward", ()),
+        (of_several, "whole"),
+        (of_several, "sharded"),
+        (life, "whole"),
+        (life, "sharded"),
+        (life, "next forward"),
     ],
     ids=id_of,
 )
-def test_ways(ranks2: Ranks, scenario: Callable[..., Any], way: str, args: tuple[Any, ...]) -> None:
-    """With parameters that are NaN as long as they are in flight."""
-    ranks2.run(in_way, scenario, way, args)
+def test_optimizers_and_modules(ranks2: Ranks, scenario: Callable[..., Any], way: str) -> None:
+    ranks2.run(in_way, scenario, way)

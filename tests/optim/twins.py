@@ -91,15 +91,15 @@ class Twins:
         with warnings.catch_warnings(), nullcontext() if sync else dp_compile.no_sync(self.ours):
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=False) if broken else nullcontext():
-                self._scaled(0, self.run(batch(number) * factor)).backward(**options)
+                self.scaled(0, self.run(batch(number) * factor)).backward(**options)
         self.backward_of_theirs(number, sync=sync, factor=factor, **options)
 
     def backward_of_theirs(self, number: int, *, sync: bool = True, factor: float = 1.0, **options: Any) -> None:
         theirs: Any = self.theirs
         with nullcontext() if sync else theirs.no_sync():
-            self._scaled(1, self.run_theirs(batch(number) * factor)).backward(**options)
+            self.scaled(1, self.run_theirs(batch(number) * factor)).backward(**options)
 
-    def _scaled(self, whose: int, outputs: torch.Tensor) -> torch.Tensor:
+    def scaled(self, whose: int, outputs: torch.Tensor) -> torch.Tensor:
         loss = outputs.square().mean()
         return loss if self.scalers is None else self.scalers[whose].scale(loss)
 
@@ -139,7 +139,7 @@ class Twins:
         everything = torch.cat([each.detach().flatten() for each in self.ours.parameters()])
         first = everything.clone()
         dist.broadcast(first, 0)
-        assert torch.equal(everything, first), "the ranks have drifted apart"
+        assert torch.equal(everything, first), "the ranks differ"
         assert self.scalers is None or self.scalers[0].get_scale() == self.scalers[1].get_scale()
 
     @property
