@@ -56,7 +56,7 @@ _CALLS: Final = ("cuda_runtime", "cuda_driver")
 _ON_DEVICE: Final = (*_KERNELS, *_CALLS)
 _REGION, _OPTIMIZER = "Torch-Compiled Region", "Optimizer.step#"
 _NAMED: Final = ("dp_compile::module", "gloo:", "c10d::allreduce", _REGION, _OPTIMIZER)
-"""How events begin that count, beside kernels and their calls. A trace has an event for each op."""
+"""How events begin that count; kernels and their calls do too. A trace has an event for each op."""
 
 
 def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketPlan | Step) -> MeasuredStep:

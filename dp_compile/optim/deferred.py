@@ -205,13 +205,11 @@ class Pending(ABC):
             )
 
     def _finish(self) -> None:
-        numbers = " and ".join(map(str, self.buckets))
         # The first read may be in inference mode, which the optimizer's state must not be of; or in Dynamo, which looks
         # at the module's buffers while it traces; under a mode of fake tensors; or in a transform of torch.func.
         with (
             compiler.not_compiling(),
             autograd.as_outermost_code(),
-            autograd.named_range(f"dp_compile::bucket {numbers} update, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
             self.replica.state.local.updating(self.indices),

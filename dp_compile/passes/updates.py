@@ -21,7 +21,6 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
-from dp_compile._torch import autograd
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.passes.memory import running
 from dp_compile.passes.result import PassResult
@@ -87,9 +86,7 @@ def _update(
     bucket: int,
 ) -> None:
     _, optimizers = updates_by(replica)
-    of = f"module {replica} " if len(running().optimizers) > 1 else ""
-    with autograd.named_range(f"dp_compile::{of}bucket {bucket} update"):
-        optimizers[optimizer].apply(bucket, indices, written[: len(indices)], gradients)
+    optimizers[optimizer].apply(bucket, indices, written[: len(indices)], gradients)
 
 
 def _not_placed(*_: object) -> None:

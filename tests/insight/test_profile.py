@@ -72,7 +72,7 @@ def event(name: str, begin_us: float, length_us: float, thread: int = 1, **more:
 
 
 def on_host(at: float, longer_us: float = 0.0) -> list[dict[str, Any]]:
-    """A step on two threads of gloo: somebody else's all-reduce takes its turn between our two."""
+    """A step on two threads of gloo: an all-reduce of another module takes its turn between our two."""
     return [
         event("Torch-Compiled Region: 0/0", at, 100),
         event("CompiledFunction", at + 10, 80),
@@ -193,7 +193,7 @@ def profile_some_steps(directory: str) -> MeasuredStep | None:
             run(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            dist.all_reduce(torch.ones(3))  # somebody else's, on the same queue
+            dist.all_reduce(torch.ones(3))  # not ours, on the same queue
 
     steps(2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
