@@ -1,4 +1,4 @@
-"""How much memory a backward really takes: CPU from the profiler's record of every allocation, GPU from torch."""
+"""How much memory a backward on the CPU really takes, from the profiler's record of every allocation."""
 
 from __future__ import annotations
 
@@ -18,31 +18,14 @@ Step = Callable[[], torch.Tensor]
 """Clears gradients, runs the forward and returns the loss."""
 
 
-def peak_of_backward(make_step: Callable[[], Step], device: str) -> int:
-    """The most bytes that are allocated during a backward after warm-up, over those from before `make_step`."""
-    gc.collect()
-    return _peak_on_gpu(make_step) if device == "cuda" else _peak_on_cpu(make_step)
+def peak_of_backward(make_step: Callable[[], Step]) -> int:
+    """The most bytes that are allocated during a backward after warm-up, over those from before `make_step`.
 
-
-def _peak_on_gpu(make_step: Callable[[], Step]) -> int:
-    before = torch.cuda.memory_allocated()
-    step = make_step()
-    for _ in range(WARM_UP_STEPS):
-        step().backward()
-    loss = step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    loss.backward()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_on_cpu(make_step: Callable[[], Step]) -> int:
-    """For a process group without threads, such as the fake one.
-
-    The profiler knows allocations that it saw: it is on from before the model is made. And it is on in this thread
-    only: what one of gloo's threads frees would stay in its totals for good.
+    For a process group without threads, such as the fake one. The profiler knows allocations that it saw: it is on from
+    before the model is made. And it is on in this thread only: what one of gloo's threads frees would stay in its
+    totals for good.
     """
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = make_step()
         for _ in range(WARM_UP_STEPS):

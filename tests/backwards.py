@@ -62,6 +62,9 @@ class Builder:
     inputs: list[torch.Tensor] = field(default_factory=list)
     after_wait: set[fx.Node] = field(default_factory=set)
 
+    def pick(self, *choices: Any) -> Any:
+        return self.draw(st.sampled_from(choices))
+
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
@@ -72,7 +75,7 @@ class Builder:
 
     def placeholder(self) -> None:
         shape = tuple(self.draw(SIZES) for _ in range(self.draw(DIMENSIONS)))
-        dtype = self.draw(st.sampled_from(self.dtypes))
+        dtype = self.pick(*self.dtypes)
         value = Grad(index=0, shape=shape, order=self.permutation(len(shape)), dtype=dtype).values(len(self.inputs))
         node = self.graph.placeholder(f"input_{len(self.inputs)}")
         node.meta["val"] = self.mode.from_tensor(value, static_shapes=True)
@@ -85,35 +88,27 @@ class Builder:
     def partner(self, of: fx.Node, fits: Callable[[torch.Tensor], bool]) -> fx.Node:
         """Something that `of` can be combined with; `of` itself has to fit."""
         found = [node for node in self.pool if value(node).dtype == value(of).dtype and fits(value(node))]
-        return self.draw(st.sampled_from(found))
+        return self.pick(*found)
 
     def compute(self) -> None:
         """Add one step of compute to the pool."""
-        node = self.draw(st.sampled_from(self.pool))
-        made = self.draw(st.sampled_from(STEPS))(self, node)
+        node = self.pick(*self.pool)
+        made = self.pick(*STEPS)(self, node)
         if made is None or value(made).numel() > MOST_ELEMENTS:
-            made = self.call(self.draw(st.sampled_from(UNARY)), node)
+            made = self.call(self.pick(*UNARY), node)
         self.pool.append(made)
 
     def reduce(self, index: int, replica: int, averages: Sequence[tuple[str, float]]) -> tuple[Grad, fx.Node]:
         sources = [node for node in self.pool if node not in self.after_wait]
         computed = [node for node in sources if node.op != "placeholder"]
-        source = self.draw(st.sampled_from((computed if self.draw(st.booleans()) else sources) or sources))
+        source = self.pick(*((computed if self.draw(st.booleans()) else sources) or sources))
         made = _product(self, source) if self.draw(st.integers(0, 2)) == 0 else None
         if made is not None and made not in self.after_wait:
-            source = made  # as the weight of a linear layer: a product that nobody else uses
-        shape = tuple(value(source).shape)
-        reduce_op, scale = self.draw(st.sampled_from(averages))
-        grad = Grad(
-            index=index,
-            shape=shape,
-            order=self.permutation(len(shape)) if self.draw(st.booleans()) else None,
-            dtype=value(source).dtype,
-            group=self.draw(st.sampled_from(self.groups)),
-            reduce_op=reduce_op,
-            scale=scale,
-            replica=replica,
-        )
+            source = made  # as the weight of a linear layer: a product without another user
+        shape, (reduce_op, scale) = tuple(value(source).shape), self.pick(*averages)
+        order = self.permutation(len(shape)) if self.draw(st.booleans()) else None
+        where = {"group": self.pick(*self.groups), "reduce_op": reduce_op, "scale": scale, "replica": replica}
+        grad = Grad(index=index, shape=shape, order=order, dtype=value(source).dtype, **where)
         reduced = self.call(REDUCE_GRAD, source, grad.index, grad.replica)
         self.after_wait.add(reduced)
         self.pool.append(reduced)
@@ -121,19 +116,16 @@ class Builder:
 
     def store(self, reduced: fx.Node) -> None:
         """Copy a reduced gradient into an input, as into a `.grad` that exists. At the end of a graph only."""
+        like = value(reduced).dtype, value(reduced).shape
         inputs = self.graph.find_nodes(op="placeholder")
-        if fitting := [node for node in inputs if _kind(node) == _kind(reduced)]:
-            self.call(aten.copy_.default, self.draw(st.sampled_from(fitting)), reduced)
+        if fitting := [node for node in inputs if (value(node).dtype, value(node).shape) == like]:
+            self.call(aten.copy_.default, self.pick(*fitting), reduced)
 
 
 def value(node: fx.Node) -> torch.Tensor:
     found = node.meta["val"]
     assert isinstance(found, torch.Tensor)
     return found
-
-
-def _kind(node: fx.Node) -> tuple[torch.dtype, torch.Size]:
-    return value(node).dtype, value(node).shape
 
 
 # --- steps: a node of the pool to a new one, None where the step does not fit -------------------------------------
@@ -146,25 +138,23 @@ def _product(builder: Builder, node: fx.Node) -> fx.Node | None:
         return None
     rows = value(node).shape[0]
     other = builder.partner(node, lambda each: each.dim() == 2 and each.shape[0] == rows)
-    turned = builder.call(aten.permute.default, node, [1, 0])
-    return builder.call(aten.mm.default, turned, other)
+    return builder.call(aten.mm.default, builder.call(aten.permute.default, node, [1, 0]), other)
 
 
 def _sum_and_product(builder: Builder, node: fx.Node) -> fx.Node | None:
     if value(node).dim() != 2:
         return None
-    turned = builder.call(aten.permute.default, node, [1, 0])
-    return builder.call(aten.addmm.default, builder.call(aten.sum.dim_IntList, node, [0]), turned, node)
+    turned, total = builder.call(aten.permute.default, node, [1, 0]), builder.call(aten.sum.dim_IntList, node, [0])
+    return builder.call(aten.addmm.default, total, turned, node)
 
 
 def _binary(builder: Builder, node: fx.Node) -> fx.Node | None:
-    shape = value(node).shape
-    other = builder.partner(node, lambda each: _broadcasts(each.shape, shape))
-    return builder.call(builder.draw(st.sampled_from([aten.add.Tensor, aten.mul.Tensor])), node, other)
+    def broadcasts(other: torch.Tensor) -> bool:
+        sizes = zip(reversed(other.shape), reversed(value(node).shape), strict=False)
+        return all(a == b or 1 in (a, b) for a, b in sizes)
 
-
-def _broadcasts(one: Sequence[int], other: Sequence[int]) -> bool:
-    return all(a == b or 1 in (a, b) for a, b in zip(reversed(one), reversed(other), strict=False))
+    other = builder.partner(node, broadcasts)
+    return builder.call(builder.pick(aten.add.Tensor, aten.mul.Tensor), node, other)
 
 
 def _sum(builder: Builder, node: fx.Node) -> fx.Node | None:
@@ -172,20 +162,6 @@ def _sum(builder: Builder, node: fx.Node) -> fx.Node | None:
         return None
     dimensions = builder.draw(st.lists(st.integers(0, value(node).dim() - 1), min_size=1, unique=True))
     return builder.call(aten.sum.dim_IntList, node, dimensions, builder.draw(st.booleans()))
-
-
-def _permute(builder: Builder, node: fx.Node) -> fx.Node:
-    return builder.call(aten.permute.default, node, list(builder.permutation(value(node).dim())))
-
-
-def _reshape(builder: Builder, node: fx.Node) -> fx.Node:
-    shape, numel = list(value(node).shape), value(node).numel()
-    shapes = [[numel], [1, *shape], [*shape, 1], [numel // 2, 2] if numel % 2 == 0 else [numel, 1]]
-    return builder.call(aten.reshape.default, node, builder.draw(st.sampled_from(shapes)))
-
-
-def _expand(builder: Builder, node: fx.Node) -> fx.Node:
-    return builder.call(aten.expand.default, node, [2, *value(node).shape])
 
 
 def _slice(builder: Builder, node: fx.Node) -> fx.Node | None:
@@ -205,13 +181,10 @@ def _scatter(builder: Builder, node: fx.Node) -> fx.Node | None:
     return builder.call(aten.index_put.default, zeros, [rows], node, True)
 
 
-def _cast(builder: Builder, node: fx.Node) -> fx.Node:
-    return builder.call(aten._to_copy.default, node, dtype=builder.draw(st.sampled_from(builder.dtypes)))
-
-
-def _foreign_collective(builder: Builder, node: fx.Node) -> fx.Node:
-    started = builder.call(ALL_REDUCE, node, "max", builder.draw(st.sampled_from(builder.groups)))
-    return builder.call(WAIT, started)
+def _reshape(builder: Builder, node: fx.Node) -> fx.Node:
+    shape, numel = list(value(node).shape), value(node).numel()
+    last = [numel // 2, 2] if numel % 2 == 0 else [numel, 1]
+    return builder.call(aten.reshape.default, node, builder.pick([numel], [1, *shape], [*shape, 1], last))
 
 
 STEPS: tuple[Callable[[Builder, fx.Node], fx.Node | None], ...] = (
@@ -219,34 +192,22 @@ STEPS: tuple[Callable[[Builder, fx.Node], fx.Node | None], ...] = (
     _sum_and_product,
     _binary,
     _sum,
-    _permute,
+    lambda builder, node: builder.call(aten.permute.default, node, list(builder.permutation(value(node).dim()))),
     _reshape,
-    _expand,
+    lambda builder, node: builder.call(aten.expand.default, node, [2, *value(node).shape]),
     _slice,
     _scatter,
-    _cast,
-    _foreign_collective,
+    lambda builder, node: builder.call(aten._to_copy.default, node, dtype=builder.pick(*builder.dtypes)),
+    # A collective of another module.
+    lambda builder, node: builder.call(WAIT, builder.call(ALL_REDUCE, node, "max", builder.pick(*builder.groups))),
 )
 
 
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _random_buckets(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layout) -> BucketPlan:
-    """Buckets of any size in any order, none of which mixes keys."""
-    buckets: list[list[GradientSpec]] = []
-    for spec in specs:
-        same = [bucket for bucket in buckets if bucket[0].key == spec.key]
-        if same and draw(st.booleans()):
-            draw(st.sampled_from(same)).append(spec)
-        else:
-            buckets.append([spec])
-    return BucketPlan(tuple(layout.bucket(bucket) for bucket in buckets))
-
-
 def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
-    grads = draw(st.permutations(grads))
-    specs = [grad.spec for grad in grads]
+    specs = [grad.spec for grad in draw(st.permutations(grads))]
     layout = Layout(draw(st.sampled_from([1, 16, 64])))
     strategy = draw(st.sampled_from(["fixed", "optimal", "any", "any"]))
     if strategy == "fixed" or not grads:
@@ -256,7 +217,14 @@ def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
         shares = {spec.index: draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])) for spec in specs}
         cost = AllReduceCost(draw(st.sampled_from([1e-9, 1e-7, 1e-5])), 1e-9)
         return plan_optimal(specs, cost, ReadyTimes(shares, None, "drawn"), layout).plan
-    return _random_buckets(draw, specs, layout)
+    buckets: list[list[GradientSpec]] = []  # of any size in any order, none of which mixes keys
+    for spec in specs:
+        same = [bucket for bucket in buckets if bucket[0].key == spec.key]
+        if same and draw(st.booleans()):
+            draw(st.sampled_from(same)).append(spec)
+        else:
+            buckets.append([spec])
+    return BucketPlan(tuple(layout.bucket(bucket) for bucket in buckets))
 
 
 # --- the strategy -------------------------------------------------------------------------------------------------

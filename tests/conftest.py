@@ -22,7 +22,7 @@ settings.register_profile(
     "dp_compile", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("dp_compile")
-# More threads than cores wait for each other by spinning: two workers beside each other took 25 times the CPU time.
+# More threads than cores wait for each other by spinning: two workers at the same time took 25 times the CPU time.
 torch.set_num_threads(1)
 # As in the ranks too: compiling makes many objects of which few are garbage.
 gc.set_threshold(20_000, 20, 100)
@@ -60,7 +60,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def ranks2(ranks: Ranks) -> Iterator[Ranks]:
-    """Two of them, for tests in which each rank has a part of its own."""
+    """Two of them, for tests in which each rank has its own part."""
     if ranks.world_size == 2:
         yield ranks
     else:

@@ -1,4 +1,4 @@
-"""The scripts beside the documentation, as modules; and what documents show."""
+"""The scripts in the folder of the documentation, as modules; and what documents show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def script(name: str) -> ModuleType:
-    """`docs/NAME.py`, loaded anew."""
+    """`docs/NAME.py`, loaded again."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

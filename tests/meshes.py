@@ -1,4 +1,4 @@
-"""Meshes of two and three dimensions for the tests beside tensor parallel, over the ranks of `meshed`."""
+"""Meshes of two and three dimensions for the tests with tensor parallel, over the ranks of `meshed`."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Reads:
         orders: Orders = {}
         for node in filter(is_collective, graph.nodes):
             group = tuple(dist.get_process_group_ranks(distributed.group_of_name(str(node.args[-1]))))
-            said = f"{node.target} of {list(node.args[0].meta['val'].shape)}"
-            orders.setdefault(group, []).append(said)
+            text = f"{node.target} of {list(node.args[0].meta['val'].shape)}"
+            orders.setdefault(group, []).append(text)
         if self.last:
             before = self.found.pop()
             for group, order in before.items():  # no bucket is there yet: all of tensor parallel

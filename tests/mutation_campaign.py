@@ -39,7 +39,7 @@ REPORT_VARIABLE = "DP_COMPILE_CAMPAIGN_REPORT"
 
 
 class NotPlanted(Exception):
-    """A fault that cannot be planted as it is described, or of which nothing can be said."""
+    """A fault that cannot be planted as it is described, or of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)

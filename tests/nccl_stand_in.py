@@ -1,9 +1,9 @@
 """A stand-in for NCCL on CPUs: its abilities and its semantics, over gloo.
 
-What it has: AVG, reduce-scatter and all-gather into tensors, several tensors in one launch, all-to-all, broadcast,
-barrier; one lane, on which collectives run in the order of their launches; asynchronous work objects. What it refuses,
-as NCCL does: other devices, AND, OR and XOR, int16 and complex numbers, memory with gaps. AVG over one rank raises, as
-NCCL may return anything (FSDP2 avoids it). It has no point-to-point messages: the package sends none over NCCL.
+What it has: AVG, reduce-scatter and all-gather into tensors, all-to-all, broadcast, barrier; one lane, on which
+collectives run in the order of their launches; asynchronous work objects. What it refuses, as NCCL does: other devices,
+AND, OR and XOR, int16 and complex numbers, memory with gaps. AVG over one rank raises, as NCCL may return anything
+(FSDP2 avoids it). It has no point-to-point messages: the package sends none over NCCL.
 
 Two things are stricter than NCCL, so that a fault shows each time and not once in a thousand:
     a result is in the memory once its work was waited for, not earlier; until then that holds NaN
@@ -20,6 +20,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,19 +29,16 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from dp_compile.bench.simulated_group import hidden_from_dynamo
 from dp_compile.plan.backends import NCCL, Backend
 
-NAMES: Final = ("nccl2", "nccl-lazy", "stand-in")
 ADDING: Final = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 PICKING: Final = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.PRODUCT: torch.mul}
 REFUSED_DTYPES: Final = (torch.int16, torch.complex64, torch.complex128)
 
 launched: Final[Counter[str]] = Counter()
-"""How often each collective was launched in this process, with its op: `reduce_scatter avg`, `all_gather`. Several
-tensors in one launch: `all_reduce avg x3`."""
+"""How often each collective was launched in this process, with its op: `reduce_scatter avg`, `all_gather`."""
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,89 +50,75 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _poison(tensor: torch.Tensor) -> None:
-    kind = tensor.dtype
-    tensor.fill_(torch.nan if kind.is_floating_point else kind == torch.bool or torch.iinfo(kind).max)
-
-
 @hidden_from_dynamo
 class Work(dist.Work):
-    """A collective on its way. Holds what it reads and writes until it was waited for."""
+    """A collective on its way. Holds what it reads and writes until it was waited for. `given`: copies of that."""
 
     def __init__(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], timeout: timedelta) -> None:
         super().__init__()
-        self._lock, self._ran, self._timeout = threading.RLock(), threading.Event(), timeout
-        self._error: BaseException | None = None
-        self._results: list[torch.Tensor] = []
-        self._future: Future[list[torch.Tensor]] | None = None
+        self._lock, self._timeout, self._is_delivered = threading.RLock(), timeout, False
+        self._ran: futures.Future[Sequence[torch.Tensor]] = futures.Future()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._reads, self._writes = [_flat(each) for each in reads], [_flat(each) for each in writes]
-        self._tensors, self._is_delivered = list(writes or reads), False
+        self._tensors = list(writes or reads)
         self.given = [each.clone() for each in self._reads]
         with torch.no_grad():
             for each in self._writes:
-                _poison(each)
+                kind = each.dtype
+                each.fill_(torch.nan if kind.is_floating_point else kind == torch.bool or torch.iinfo(kind).max)
+            written = {(each.data_ptr(), each.numel()) for each in self._writes}
             for flat, own in zip(self._reads, self.given, strict=True):
-                if not _is_one_of(flat, self._writes):  # a part of an all-gather that is in its place already
+                if (
+                    flat.data_ptr(),
+                    flat.numel(),
+                ) not in written:  # a part of an all-gather that is in its place already
                     flat.copy_(own)
         self._before = [each.clone() for each in (*self._reads, *self._writes)]
 
     def ran(self, results: Sequence[torch.Tensor] = (), error: BaseException | None = None) -> None:
-        """The collective has ended, with these results in private memory."""
-        with self._lock:
-            if self._ran.is_set():
+        """The collective has ended, with these results in private memory, or it was aborted."""
+        with suppress(futures.InvalidStateError):
+            self._ran.set_result(results) if error is None else self._ran.set_exception(error)
+
+    def _deliver(self) -> None:
+        with self._lock, torch.no_grad():
+            results = self._ran.result()
+            if self._is_delivered:
                 return
-            self._results, self._error = list(results), error
-            self._ran.set()
-        if self._future is not None:
-            self._finish()
+            for now, then in zip((*self._reads, *self._writes), self._before, strict=True):
+                if not torch.equal(_bytes(now), _bytes(then)):
+                    raise RuntimeError("memory of a collective was written between its launch and its wait")
+            for memory, result in zip(self._writes, results, strict=bool(self._writes)):
+                memory.copy_(result)
+            self._is_delivered, self._before, self.given, self._reads = True, [], [], []
 
-    def _finish(self) -> None:
-        """By a thread of its own: a callback of the future may launch a collective on this lane and wait for it."""
-        threading.Thread(target=self._complete, args=(self._future,), daemon=True).start()
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit = (timeout or self._timeout).total_seconds()
+        if not futures.wait([self._ran], limit).done:
+            raise dist.DistBackendError(f"a collective has not ended within {limit:g} s")
+        self._deliver()
+        return True
 
-    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+    def is_completed(self) -> bool:
+        return self._ran.done() and self.wait()
+
+    def get_future(self) -> Any:
+        """Its result is in the memory when it is completed: torch's reducer waits for it and never for the work."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                # A separate thread: a callback of the future may launch a collective on this lane and wait for it.
+                finish = threading.Thread(target=self._complete, args=(self._future,), daemon=True)
+                self._ran.add_done_callback(lambda _: finish.start())
+            return self._future
+
+    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         try:
             self._deliver()
         except BaseException as error:  # raised by the future's wait
             future.set_exception(error)  # torch annotates it wrongly
         else:
             future.set_result(self._tensors)
-
-    def _deliver(self) -> None:
-        with self._lock, torch.no_grad():
-            if self._error is not None:
-                raise self._error
-            if self._is_delivered:
-                return
-            for now, then in zip((*self._reads, *self._writes), self._before, strict=True):
-                if not torch.equal(_bytes(now), _bytes(then)):
-                    raise RuntimeError("memory of a collective was written between its launch and its wait")
-            for memory, result in zip(self._writes, self._results, strict=True):
-                memory.copy_(result)
-            self._is_delivered, self._before, self.given, self._reads = True, [], [], []
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        limit = (timeout or self._timeout).total_seconds()
-        if not self._ran.wait(limit):
-            raise dist.DistBackendError(f"a collective has not ended within {limit:g} s")
-        self._deliver()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._ran.is_set() and self.wait()
-
-    def get_future(self) -> Any:
-        """Its result is in the memory when it is completed: torch's reducer waits for it and never for the work."""
-        with self._lock:
-            if self._future is None:
-                self._future = Future()
-                if self._ran.is_set():
-                    self._finish()
-            return self._future
-
-
-def _is_one_of(flat: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    return any(flat.data_ptr() == each.data_ptr() and flat.numel() == each.numel() for each in others)
 
 
 Lane: TypeAlias = "queue.SimpleQueue[tuple[Work, Callable[[], Sequence[torch.Tensor]]] | None]"
@@ -176,9 +161,8 @@ class StandIn(dist.ProcessGroup):
         self._pending: weakref.WeakSet[Work] = weakref.WeakSet()
         thread = threading.Thread(target=_run, args=(self._lane,), name="stand-in for NCCL", daemon=True)
         thread.start()
-        weakref.finalize(
-            self, _end, self._lane, thread
-        )  # at the end of the process too: no thread of torch's may live on
+        # At the end of the process too: no thread of torch's may live on.
+        weakref.finalize(self, _end, self._lane, thread)
 
     # --- what torch asks of a group
 
@@ -273,11 +257,7 @@ class StandIn(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         given, op = _listed(tensors), self._op(opts)
-        many = f" x{len(given)}" if len(given) > 1 else ""
-        return self._launch(f"all_reduce {_said(op)}{many}", given, given, lambda g: [self._reduced(x, op) for x in g])
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        return self.allreduce(tensors, opts)
+        return self._launch(f"all_reduce {_name(op)}", given, given, lambda g: [self._reduced(x, op) for x in g])
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
@@ -288,7 +268,7 @@ class StandIn(dist.ProcessGroup):
             if output.dtype != given.dtype or output.numel() * self.size() != given.numel():
                 raise ValueError("input tensor must be the same type and size of output times world_size")
         reduce = lambda g: [self._reduced(x, op).chunk(self.size())[self.rank()] for x in g]  # noqa: E731
-        return self._launch(f"reduce_scatter {_said(op)}", inputs, outputs, reduce)
+        return self._launch(f"reduce_scatter {_name(op)}", inputs, outputs, reduce)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self.reduce_scatter_single(outputs[0], torch.cat([each.flatten() for each in inputs[0]]), opts)
@@ -321,18 +301,7 @@ class StandIn(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         given, root = _listed(tensors), 0 if opts is None else opts.rootRank
         writes = given if root != self.rank() else []
-        return self._launch(
-            "broadcast", given, writes, lambda g: [self._gathered(x)[root] for x in g] if writes else _sent(self, g)
-        )
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Inputs are given by the root only."""
-        root, (output,) = 0 if opts is None else opts.rootRank, outputs
-        given = torch.cat([each.flatten() for each in inputs[0]]) if inputs else output.new_zeros(output.numel())
-        given = given if root == self.rank() else output.new_zeros(output.numel() * self.size())
-        return self._launch(
-            "scatter", [given], [output], lambda g: [self._gathered(g[0])[root].chunk(self.size())[self.rank()]]
-        )
+        return self._launch("broadcast", given, writes, lambda g: [self._gathered(x)[root] for x in g])
 
     def barrier(self, opts: Any = None) -> Work:
         work = self.allreduce([torch.zeros(1)])
@@ -340,6 +309,7 @@ class StandIn(dist.ProcessGroup):
         return work
 
     # Older names, by which C++ and torch 2.11 and 2.12 call.
+    allreduce_coalesced = allreduce
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -347,26 +317,25 @@ class StandIn(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _sent(group: StandIn, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    for each in given:
-        group._gathered(each)
-    return []
-
-
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _said(op: Any) -> str:
+def _name(op: Any) -> str:
     return str(getattr(op, "name", op)).rpartition(".")[2].lower()
 
 
-def use(name: str = "stand-in", timeout_s: float = 60.0, default: bool = False) -> None:
-    """Make the default group of this rank anew with the stand-in, if it is another one. Every rank calls it.
+_made: Final[weakref.WeakKeyDictionary[Any, tuple[str, bool]]] = weakref.WeakKeyDictionary()
+_count: Final = itertools.count()
+_stores: Final[list[Any]] = []
+"""The store of the first default group, which outlives it."""
+
+
+def use(name: str = "stand-in", default: bool = False) -> None:
+    """Make the default group of this rank again with the stand-in, if it is another one. Every rank calls it.
 
     Args:
         name: of a backend, or a text as `cpu:nccl2,cuda:gloo`.
-        timeout_s: of each collective.
         default: give no name to `init_process_group`, but make this backend torch's default for the CPU.
     """
     before = dist.group.WORLD
@@ -375,31 +344,18 @@ def use(name: str = "stand-in", timeout_s: float = 60.0, default: bool = False) 
         return
     if not _stores:
         _stores.append(dist.distributed_c10d._get_default_store())
-    rank, ranks = before.rank(), before.size()
+    given: dict[str, Any] = {"rank": before.rank(), "world_size": before.size(), "timeout": timedelta(seconds=60)}
+    given["store"] = dist.PrefixStore(f"stand-in/{next(_count)}", _stores[0])
     dist.destroy_process_group()
-    for each in name.split(","):
-        if (plain := each.rpartition(":")[2]) != "gloo":
-            register(plain)
+    register(*(each.rpartition(":")[2] for each in name.split(",") if "gloo" not in each))
     backends = dist.Backend.default_device_backend_map
     usual, backends["cpu"] = backends["cpu"], name if default else backends["cpu"]
     try:
-        dist.init_process_group(
-            None if default else name,
-            store=dist.PrefixStore(f"stand-in/{next(_count)}", _stores[0]),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        dist.init_process_group(None if default else name, **given)
     finally:
         backends["cpu"] = usual
     assert isinstance(dist.group.WORLD, StandIn)
     _made[dist.group.WORLD] = name, default
-
-
-_made: Final[weakref.WeakKeyDictionary[Any, tuple[str, bool]]] = weakref.WeakKeyDictionary()
-_count: Final = itertools.count()
-_stores: Final[list[Any]] = []
-"""The store of the first default group, which outlives it."""
 
 
 def register(*names: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -187,40 +186,39 @@ def _built(
         dp_compile.unreplicate(ours)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One comparison. `build` makes the model, `batch(rank, step)` its inputs; the loss is a mean of squares."""
+def train_both(
+    build: Callable[[], nn.Module],
+    batch: Callable[[int, int], tuple[Any, ...]],
+    *,
+    loss: Callable[[Any], torch.Tensor] = lambda output: output.float().square().mean(),
+    steps: int = 4,
+    set_to_none: Callable[[int], bool] = lambda step: True,
+    micro_steps: int = 1,
+    autocast: bool = False,
+    compile_model: Callable[[nn.Module], Any] = compile_whole,
+    backend: str = "aot_eager",
+    options: dict[str, Any] | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> Report:
+    """Train both on this rank; raises where the two differ. Returns our report.
 
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, int], tuple[Any, ...]]
-    loss: Callable[[Any], torch.Tensor] = field(default=lambda output: output.float().square().mean())
-    steps: int = 4
-    set_to_none: Callable[[int], bool] = field(default=lambda step: True)
-    micro_steps: int = 1
-    autocast: bool = False
-    compile_model: Callable[[nn.Module], Any] = compile_whole
-    options: dict[str, Any] = field(default_factory=dict)
-    config: dp_compile.ReplicateConfig = field(default_factory=dp_compile.ReplicateConfig)
-    backend: str = "aot_eager"
-    rtol: float = 1e-5
-    atol: float = 1e-6
+    `batch(rank, step)` makes the inputs; only the last of `micro_steps` backwards is synchronised.
+    """
+    options = options or {}
+    theirs = {"find_unused_parameters": options.get("find_unused_parameters", False)}
+    options = {"config": dp_compile.ReplicateConfig(backend=backend)} | options
 
-    def step(self, side: Side, number: int) -> None:
-        for micro in range(self.micro_steps):
-            inputs = self.batch(dist.get_rank(), number * self.micro_steps + micro)
-            with side.no_sync() if micro + 1 < self.micro_steps else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-                    loss = self.loss(side.run(*inputs))
-                loss.backward()
+    def step(side: Side, number: int) -> None:
+        for micro in range(micro_steps):
+            inputs = batch(dist.get_rank(), number * micro_steps + micro)
+            with side.no_sync() if micro + 1 < micro_steps else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                    found = loss(side.run(*inputs))
+                found.backward()
 
-
-def train_both(case: Case) -> Report:
-    """Run a case on this rank; raises where the two differ. Returns our report."""
-    theirs = {"find_unused_parameters": case.options.get("find_unused_parameters", False)}
-    options = {"config": dataclasses.replace(case.config, backend=case.backend)} | case.options
-    made = _built(case.build, case.compile_model, theirs, options, momentum=0.9, ranks_differ=True)
-    with made as sides:
-        train(sides, range(case.steps), case.step, rtol=case.rtol, atol=case.atol, set_to_none=case.set_to_none)
+    with _built(build, compile_model, theirs, options, momentum=0.9, ranks_differ=True) as sides:
+        train(sides, range(steps), step, rtol=rtol, atol=atol, set_to_none=set_to_none)
         return dp_compile.report(sides[0].module)
 
 
@@ -262,7 +260,7 @@ def train_beside(
     everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
     first = everything.clone()
     dist.broadcast(first, 0)
-    assert torch.equal(everything, first), "the ranks have drifted apart"
+    assert torch.equal(everything, first), "the ranks have other parameters"
 
 
 def plain(side: Side, number: int) -> None:

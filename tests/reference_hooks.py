@@ -43,7 +43,7 @@ class Rounded(dp_compile.FunctionalHook):
 
 
 def as_torch_s(errors, bucket):  # torch refuses annotations that are text
-    """The same as a hook of torch's. What it remembers is kept by parameter: torch makes its buckets anew."""
+    """The same as a hook of torch's. What it remembers is kept by parameter: torch makes its buckets again."""
     given = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in given:
         gradient += errors.get(id(parameter), torch.zeros_like(gradient))
@@ -72,7 +72,7 @@ def values_of(x: Array, hook: QuantizedHook) -> Array:
 
 
 def in_blocks(tensors: Sequence[torch.Tensor], hook: QuantizedHook) -> Array:
-    """One behind the other, each filled up with zeros to whole blocks."""
+    """One after the other, each filled up with zeros to whole blocks."""
     return np.concatenate([np.pad(each.flatten(), (0, -each.numel() % hook.block)) for each in tensors])
 
 

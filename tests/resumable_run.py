@@ -48,7 +48,7 @@ def train(directory: str, interrupted: bool) -> dict[str, torch.Tensor]:
 
 
 def load(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the latest complete checkpoint. Returns how many steps it has behind it."""
+    """Load the latest complete checkpoint. Returns how many steps it has had."""
     complete = [int(path.parent.name) for path in Path(directory).glob("*/.metadata")]
     if not complete:
         return 0

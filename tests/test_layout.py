@@ -146,7 +146,7 @@ def test_what_the_package_exports() -> None:
 
 
 def test_the_package_loads_no_compiler() -> None:
-    """`import dp_compile` costs nothing beside torch, and `replicate` loads neither Dynamo nor Inductor (D20)."""
+    """`import dp_compile` costs nothing more than torch, and `replicate` loads neither Dynamo nor Inductor (D20)."""
     heavy = "{'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'dp_compile.plan.cost'}"
     for source, also in (
         ("import dp_compile", []),

@@ -1,4 +1,4 @@
-"""A training step in a process of its own, for tests that look at what torch traces of it."""
+"""A training step in a separate process, for tests that look at what torch traces of it."""
 
 from __future__ import annotations
 

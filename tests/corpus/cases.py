@@ -1,6 +1,6 @@
 """The cases: a function for each, which trains a module under a subject, and alone for the truth.
 
-What is right is said once for all: gradients, parameters and buffers as in one process on the joint batch; or what
+One rule for all of what is right: gradients, parameters and buffers as in one process on the joint batch; or what
 the function returns is what it returns for the truth; or an error on every rank that names the parameter or the rank.
 """
 
@@ -56,7 +56,6 @@ class Case:
     limit_s: float = 90.0
     group_timeout_s: float = 20.0
     rtol: float = 1e-4
-    atol: float = 1e-6
     backend: str = "aot_eager"
     truth_dtype: torch.dtype = torch.float32
     known: Mapping[str, str] = field(default_factory=dict)
@@ -90,7 +89,7 @@ def plain(side: Side) -> None:
 
 @case(
     "1",
-    models.ThreeLayers,
+    models.three_layers,
     options={"static_graph": True},
     names=("static_graph",),
     returns="collectives in micro-batches",
@@ -106,7 +105,7 @@ def static_graph_and_no_sync(side: Side) -> list[bool]:
     return reduced
 
 
-@case("2", models.Normed, buffers_everywhere=True)
+@case("2", models.normed, buffers_everywhere=True)
 def siamese(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         one, other = (side.run(side.batch(rank, number)) for number in (step, step + 50))
@@ -128,7 +127,7 @@ def _switched(side: Side, trainable: bool) -> None:
 # Plain torch.compile of 2.11 gives it no gradient either (cured by pytorch#177158).
 @case(
     "3a",
-    lambda: models.Halves(frozen=True),
+    lambda: models.halves(frozen=True),
     known={"ours": "torch 2.11 does not compile a forward again whose parameter was unfrozen"}
     if torch.__version__ < (2, 12)
     else {},
@@ -137,7 +136,7 @@ def unfrozen(side: Side) -> None:
     _switched(side, True)
 
 
-@case("3b", models.Halves, names=("find_unused_parameters",))
+@case("3b", models.halves, names=("find_unused_parameters",))
 def frozen(side: Side) -> None:
     _switched(side, False)
 
@@ -155,7 +154,7 @@ def stochastic_depth(side: Side) -> None:
 # --- parameters of other kinds --------------------------------------------------------------------------------------
 
 
-@case("5a", models.Complex, names=("complex",))
+@case("5a", models.with_complex, names=("complex",))
 def complex_parameters(side: Side) -> None:
     for step in side.steps(3):
         for micro in range(2):
@@ -164,7 +163,7 @@ def complex_parameters(side: Side) -> None:
                 side.backward(side.square, number)
 
 
-@case("5b", models.Complex, names=("complex",), rtol=5e-3)
+@case("5b", models.with_complex, names=("complex",), rtol=5e-3)
 def complex_compressed(side: Side) -> None:
     if not side.is_truth:
         if not hasattr(side.wrapped, "register_comm_hook"):
@@ -173,7 +172,7 @@ def complex_compressed(side: Side) -> None:
     plain(side)
 
 
-@case("5c", models.Complex, names=("complex",))
+@case("5c", models.with_complex, names=("complex",))
 def complex_sharded(side: Side) -> None:
     if not side.is_truth:
         if not side.ours:
@@ -193,12 +192,12 @@ def _words(side: Side, used_by: tuple[int, ...]) -> None:
     side.train(loss, 3)
 
 
-@case("6a", models.Words, names=("words",))
+@case("6a", models.with_words, names=("words",))
 def sparse(side: Side) -> None:
     _words(side, (0, 1))
 
 
-@case("6b", models.Words, options={"find_unused_parameters": True}, names=("words",))
+@case("6b", models.with_words, options={"find_unused_parameters": True}, names=("words",))
 def sparse_on_one_rank(side: Side) -> None:
     _words(side, (0,))
 
@@ -212,7 +211,7 @@ case("15b", lambda: models.OnScaled(frozen=False))(plain)
 # --- recomputation and backwards in backwards -----------------------------------------------------------------------
 
 
-@case("7", models.Halves)
+@case("7", models.halves)
 def past_the_wrapper(side: Side) -> None:
     trunk, head = side.model.get_submodule("trunk"), side.model.get_submodule("head")
 
@@ -228,10 +227,10 @@ def lora_in_two_checkpoints(side: Side) -> None:
     side.train(lambda rank, step: side.run(side.batch(rank, step).requires_grad_()).square().mean(), 3)
 
 
-case("8b", models.Tiled)(plain)
+case("8b", models.tiled)(plain)
 
 
-@case("9", models.CheckpointedLora, backend="inductor", compares=False, limit_s=240.0, group_timeout_s=60.0)
+@case("9", models.checkpointed_lora, backend="inductor", compares=False, limit_s=240.0, group_timeout_s=60.0)
 def lora_dropout(side: Side) -> None:
     """The gradient of `up`, whose output is summed, is the sum of what it was given."""
     if side.is_truth:
@@ -259,7 +258,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@case("19a", models.Critic, names=("double backward",), torch_may_say_so=True)
+@case("19a", models.critic, names=("double backward",), torch_may_say_so=True)
 def gradient_penalty(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         x = side.batch(rank, step).requires_grad_()
@@ -270,7 +269,7 @@ def gradient_penalty(side: Side) -> None:
     side.train(loss, 3)
 
 
-@case("19b", models.ThreeLayers, a_warning_counts=True)
+@case("19b", models.three_layers, a_warning_counts=True)
 def autograd_grad(side: Side) -> None:
     if hasattr(side.wrapped, "reshard"):
         raise NotOffered("parameters are other ones in the forward")
@@ -287,8 +286,8 @@ def autograd_grad(side: Side) -> None:
 # --- ranks that differ ----------------------------------------------------------------------------------------------
 
 
-@case("10a", models.Towers, options={"find_unused_parameters": True})
-@case("10b", models.Towers, names=("vision",))
+@case("10a", models.towers, options={"find_unused_parameters": True})
+@case("10b", models.towers, names=("vision",))
 def towers(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
         has_image = step == 0 or (rank == 0 and step < 3)
@@ -300,7 +299,7 @@ def towers(side: Side) -> None:
 
 @case(
     "11",
-    models.ThreeLayers,
+    models.three_layers,
     names=("rank 1",),
     has_to_be_refused=True,
     if_not_refused="trains on, a step of one rank added to another step of the other",
@@ -323,7 +322,7 @@ def skipped_backward(side: Side) -> None:
 
 @case(
     "13",
-    models.ThreeLayers,
+    models.three_layers,
     names=(r"rank(\(s\))? [01]",),
     compares=False,
     returns="parameters after averaging",
@@ -333,7 +332,7 @@ def averaging_after_inf(side: Side) -> Any:
     """Parameters are averaged after each second step. The second overflows on rank 1."""
     if hasattr(side.wrapped, "reshard"):
         raise NotOffered("gradients that are not reduced are not in `.grad`")
-    twins = [side.make(models.ThreeLayers()) for _ in side.ranks] if side.is_truth else [side]
+    twins = [side.make(models.three_layers()) for _ in side.ranks] if side.is_truth else [side]
     for twin in twins:
         twin.model.load_state_dict(side.model.state_dict())
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in twins]
@@ -384,7 +383,7 @@ def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
 
 @case(
     "21a",
-    models.ThreeLayers,
+    models.three_layers,
     group_timeout_s=4.0,
     known={"ours": "compiling a forward counts against the group's time-out; on a loaded machine the error takes 15 s"},
 )
@@ -397,7 +396,7 @@ def slow_compile(side: Side) -> None:
     plain(side)
 
 
-@case("21b", models.ThreeLayers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=5.0)
+@case("21b", models.three_layers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=5.0)
 def out_of_memory(side: Side) -> None:
     if side.is_truth:
         return
@@ -410,7 +409,7 @@ def out_of_memory(side: Side) -> None:
         models.Fault.armed = False
 
 
-@case("32", models.ThreeLayers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=3.0)
+@case("32", models.three_layers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=3.0)
 def a_rank_dies(side: Side) -> None:
     if side.is_truth:
         return
@@ -425,7 +424,7 @@ def a_rank_dies(side: Side) -> None:
 
 @case(
     "16",
-    models.ResNet,
+    models.resnet,
     options={"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True},
     truth_dtype=torch.float64,
     rtol=2e-5,
@@ -442,7 +441,7 @@ def resnet(side: Side) -> None:
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
 
 
-@case("17", models.ThreeLayers, compares=False, returns="keys of the state dict")
+@case("17", models.three_layers, compares=False, returns="keys of the state dict")
 def keys(side: Side) -> None:
     """Wrapped first or compiled first, in place or not; `torch.compile` itself adds `_orig_mod.` without a wrapper."""
     if side.subject is None:
@@ -460,15 +459,15 @@ def keys(side: Side) -> None:
         return side.subject.wrap(module, side.backend, {})
 
     ways: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
-        "wrap(m)": lambda around: around(models.ThreeLayers()),
+        "wrap(m)": lambda around: around(models.three_layers()),
         "wrap(m with checkpoint_wrapper)": lambda around: around(_checkpointed()),
     }
     if side.subject.compiles:
         ways |= {
-            "wrap(compile(m))": lambda around: around(compiled(models.ThreeLayers())),
-            "wrap(m.compile())": lambda around: around(in_place(models.ThreeLayers())),
-            "wrap(m).compile()": lambda around: in_place(around(models.ThreeLayers())),
-            "compile(wrap(m))": lambda around: compiled(around(models.ThreeLayers())),
+            "wrap(compile(m))": lambda around: around(compiled(models.three_layers())),
+            "wrap(m.compile())": lambda around: around(in_place(models.three_layers())),
+            "wrap(m).compile()": lambda around: in_place(around(models.three_layers())),
+            "compile(wrap(m))": lambda around: compiled(around(models.three_layers())),
         }
     other = {}
     for name, way in ways.items():
@@ -482,12 +481,12 @@ def keys(side: Side) -> None:
 def _checkpointed() -> nn.Module:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    module = models.ThreeLayers()
+    module = models.three_layers()
     module.middle = checkpoint_wrapper(module.middle)
     return module
 
 
-@case("24", models.ThreeLayers, compares=False)
+@case("24", models.three_layers, compares=False)
 def memory_between_steps(side: Side) -> None:
     if side.is_truth:
         return
@@ -496,7 +495,7 @@ def memory_between_steps(side: Side) -> None:
         """Bytes of the gradients, and bytes that a training holds between two steps, its parameters not counted."""
         gc.collect()
         before = allocated()
-        module = models.Wide(width)
+        module = models.wide(width)
         inner = side.make(module)
         for _ in inner.steps(4):
             inner.run_backward(inner.run(torch.ones(2, width)).sum())
@@ -523,7 +522,7 @@ def allocated() -> int:
     return int(found.mapped + found.used)
 
 
-@case("25", models.PreNorm, compares=False, returns="gradient of a norm")
+@case("25", lambda: models.normed(nn.LayerNorm, 64), compares=False, returns="gradient of a norm")
 def eight_bits(side: Side) -> Any:
     if side.subject is not None:
         if not side.ours:
@@ -551,7 +550,7 @@ def eight_bits(side: Side) -> Any:
 _expected_loss: list[float] = []
 
 
-@case("28", models.HalvesAndNorm, compares=False, returns="norm")
+@case("28", models.halves_and_norm, compares=False, returns="norm")
 def clipped_dtensors(side: Side) -> Any:
     """A mesh of 1 x 2: tensor parallel over both ranks, all of which see the same batch."""
     if side.is_truth:
@@ -562,7 +561,7 @@ def clipped_dtensors(side: Side) -> Any:
 
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
     seed(0)
-    model = models.HalvesAndNorm()
+    model = models.halves_and_norm()
     parallelize_module(model, mesh["tp"], {"trunk": ColwiseParallel(), "head": RowwiseParallel()})
     inner = side.make(model, mesh=mesh["dp"])
     inner.run_backward(inner.run(inner.batch(0, 0)).square().mean())
@@ -570,7 +569,7 @@ def clipped_dtensors(side: Side) -> Any:
     return whole(clip(model.parameters(), 0.1))
 
 
-@case("30", models.ThreeLayers, compares=False)
+@case("30", models.three_layers, compares=False)
 def backend_names(side: Side) -> None:
     """Without a GPU: what is read from a class that has the backend's name."""
     if side.is_truth:

@@ -29,6 +29,7 @@ from dp_compile.testing.ranks import RankError, Ranks
 RIGHT, REFUSED, WRONG, CRASH, HANG, NOT_OFFERED = "right", "refused", "wrong", "crash", "hang", "not offered"
 REFUSED_WITHIN_S: Final = 10.0
 """After that long, an error is no answer: the user has begun to look for the rank that hangs."""
+ATOL: Final = 1e-6
 TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
@@ -113,7 +114,13 @@ def _judged(case_name: str, subject_name: str) -> Outcome:
     names: tuple[str, ...] = ()
     with _prepared(case, subject) as warned:
         try:
-            truth, expected = _truth(case)
+            # The truth: one process, the joint batch, nothing compiled.
+            seed(0)
+            model = case.build()
+            if case.truth_dtype != torch.float32:  # `to` would make what is complex real
+                model.to(case.truth_dtype)
+            truth = side_of(None, model, Clock(), {}, case.backend, case.truth_dtype)
+            expected = case.train(truth)
             names = tuple(name for name, _ in truth.model.named_parameters())
             seed(0)
             clock.start()
@@ -125,12 +132,12 @@ def _judged(case_name: str, subject_name: str) -> Outcome:
         except NotOffered as error:
             return Outcome(NOT_OFFERED, str(error))
         except Wrong as error:
-            said = [each for each in warned() if case.a_warning_counts and any(name in each for name in names)]
-            return Outcome(REFUSED, f"a warning: {said[0]}") if said else Outcome(WRONG, str(error))
+            texts = [each for each in warned() if case.a_warning_counts and any(name in each for name in names)]
+            return Outcome(REFUSED, f"a warning: {texts[0]}") if texts else Outcome(WRONG, str(error))
         except Exception as error:
             return _raised(error, case, subject, names, time.monotonic() - clock.began)
         finally:
-            side = truth = returned = expected = None
+            side = truth = model = returned = expected = None
     return Outcome(RIGHT)
 
 
@@ -138,7 +145,7 @@ def _judged(case_name: str, subject_name: str) -> Outcome:
 def _prepared(case: Case, subject: Subject) -> Iterator[Callable[[], list[str]]]:
     """Compilers as new, a short time-out for collectives, no output. Gives what was warned of so far."""
     torch._dynamo.reset()
-    logs = _Kept(logging.WARNING)
+    logs = _Kept()
     for name in ("dp_compile", "torch"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logs], False
@@ -154,22 +161,12 @@ def _prepared(case: Case, subject: Subject) -> Iterator[Callable[[], list[str]]]
 class _Kept(logging.Handler):
     """Keeps warnings of the log."""
 
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
-
-
-def _truth(case: Case) -> tuple[Side, Any]:
-    """One process, the joint batch, nothing compiled."""
-    seed(0)
-    model = case.build()
-    if case.truth_dtype != torch.float32:  # `to` would make what is complex real
-        model.to(case.truth_dtype)
-    truth = side_of(None, model, Clock(), {}, case.backend, case.truth_dtype)
-    return truth, case.train(truth)
 
 
 def _raised(error: Exception, case: Case, subject: Subject, parameters: tuple[str, ...], seconds: float) -> Outcome:
@@ -231,22 +228,18 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def _difference(
     name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, case: Case
 ) -> list[tuple[float, str]]:
+    """Nothing, or how far it is off and the text."""
+    where = f"on rank {dist.get_rank()}"
     if theirs is None or ours is None:
         rest = ours if theirs is None else theirs
         if rest is None or not bool(full(rest).any()):
             return []
-        return [(float("inf"), f"{name} is {'None' if ours is None else 'not None'} on rank {dist.get_rank()}")]
-    mine, right = full(ours), full(theirs)
-    if mine.is_complex() or mine.is_floating_point():
-        wide = torch.complex128 if mine.is_complex() else torch.float64
-        mine, right = mine.to(wide), right.to(wide)
-    elif torch.equal(mine, right):
-        return []
-    scale = float(right.abs().max())
-    off = float((mine - right).abs().max())
-    if off <= case.atol + case.rtol * scale:
-        return []
-    return [(off / max(scale, 1e-30), f"{name} is {off:.2g} off, of {scale:.2g}, on rank {dist.get_rank()}")]
+        return [(float("inf"), f"{name} is {'None' if ours is None else 'not None'} {where}")]
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    mine, right = full(ours).to(wide), full(theirs).to(wide)
+    scale, off = float(right.abs().max()), float((mine - right).abs().max())
+    bound = ATOL + case.rtol * scale if ours.is_complex() or ours.is_floating_point() else 0.0
+    return [(off / max(scale, 1e-30), f"{name} is {off:.2g} off, of {scale:.2g}, {where}")] if off > bound else []
 
 
 def _same(returned: Any, expected: Any, case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,62 +11,120 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-class ThreeLayers(nn.Module):
-    """No `nn.Sequential`: under DDP Dynamo skips its forward, and nothing is compiled."""
+class Model(nn.Module):
+    """Submodules and parameters by name, and a forward that is given them.
 
-    def __init__(self) -> None:
+    No `nn.Sequential`: under DDP Dynamo skips its forward, and nothing is compiled.
+    """
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self, *inputs)
 
 
-class Wide(nn.Module):
+def three_layers() -> Model:
+    layers = {"first": nn.Linear(6, 8), "middle": nn.Linear(8, 8), "last": nn.Linear(8, 6)}
+    return Model(lambda own, x: own.last(torch.tanh(own.middle(torch.tanh(own.first(x))))), **layers)
+
+
+def wide(width: int) -> Model:
     """Six square weights."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(width, width) / width for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
+    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+        for weight in own.weights:
             x = x @ weight
         return x
 
+    return Model(run, weights=nn.ParameterList(torch.randn(width, width) / width for _ in range(6)))
 
-class Halves(nn.Module):
+
+def halves(frozen: bool = False) -> Model:
     """A trunk and a head; one of them may be frozen."""
-
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.trunk.requires_grad_(not frozen)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.trunk(x)))
+    trunk, head = nn.Linear(6, 8).requires_grad_(not frozen), nn.Linear(8, 6)
+    return Model(lambda own, x: own.head(torch.tanh(own.trunk(x))), trunk=trunk, head=head)
 
 
-class HalvesAndNorm(Halves):
+def halves_and_norm() -> Model:
     """Of the halves tensor parallel makes DTensors, not of the norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(super().forward(x))
+    parts = {"trunk": nn.Linear(6, 8), "head": nn.Linear(8, 6), "norm": nn.LayerNorm(6)}
+    return Model(lambda own, x: own.norm(own.head(torch.tanh(own.trunk(x)))), **parts)
 
 
-class Normed(nn.Module):
-    """Has buffers that a forward changes."""
+def normed(norm: Callable[[int], nn.Module] = nn.BatchNorm1d, width: int = 8) -> Model:
+    """By default it has buffers that a forward changes."""
+    parts = {"first": nn.Linear(6, width), "norm": norm(width), "last": nn.Linear(width, 6)}
+    return Model(lambda own, x: own.last(torch.tanh(own.norm(own.first(x)))), **parts)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
+def critic() -> Model:
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
+    return Model(lambda own, x: own.layers(x), layers=layers)
+
+
+def with_complex() -> Model:
+    """A complex weight between real ones, as in a Fourier neural operator."""
+
+    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.complex(own.first(x), torch.ones_like(x[:, :1]).expand(-1, 8)) @ own.spectral
+        return own.last(torch.cat([hidden.real, hidden.imag], 1))
+
+    first, last = nn.Linear(6, 8), nn.Linear(16, 6)
+    return Model(run, first=first, last=last, spectral=nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 3))
+
+
+def with_words() -> Model:
+    """An embedding with sparse gradients, which a batch without words does not use."""
+
+    def run(own: Any, x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+        return own.head(x if words is None else x + own.words(words))
+
+    return Model(run, words=nn.Embedding(20, 6, sparse=True), head=nn.Linear(6, 6))
+
+
+def towers() -> Model:
+    """Text always, images sometimes."""
+
+    def run(own: Any, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = own.text(text)
+        if image is not None:
+            hidden = hidden + own.vision(image)
+        return own.head(torch.tanh(hidden))
+
+    return Model(run, text=nn.Linear(6, 8), vision=nn.Linear(6, 8), head=nn.Linear(8, 6))
+
+
+def resnet() -> Model:
+    """Two blocks, and more than one bucket of 1 MiB."""
+    channels = 128
+
+    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(own.norms[0](own.stem(x)))
+        for norm, convolution in zip(list(own.norms)[1:], own.convolutions, strict=True):
+            x = torch.relu(x + norm(convolution(x)))
+        return own.head(x.mean((2, 3)))
+
+    return Model(
+        run,
+        stem=nn.Conv2d(3, channels, 3, padding=1, bias=False),
+        norms=nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(3)),
+        convolutions=nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)),
+        head=nn.Linear(channels, 5),
+    )
+
+
+def tiled() -> Model:
+    stem, head = nn.Linear(6, 6), nn.Linear(6, 6)
+    mlp = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+    return Model(lambda own, x: own.head(InTiles.apply(own.stem(x), own.mlp)), stem=stem, head=head, mlp=mlp)
+
+
+def checkpointed_lora() -> Model:
+    return Model(lambda own, x: checkpoint(own.lora, x, use_reentrant=False), lora=Lora(dropout=0.1))
 
 
 class MaybeSkipped(nn.Module):
@@ -97,30 +156,6 @@ class StochasticDepth(nn.Module):
         return self.head(x) / rows
 
 
-class Complex(nn.Module):
-    """A complex weight between real ones, as in a Fourier neural operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(16, 6)
-        self.spectral = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.complex(self.first(x), torch.ones_like(x[:, :1]).expand(-1, 8)) @ self.spectral
-        return self.last(torch.cat([hidden.real, hidden.imag], 1))
-
-
-class Words(nn.Module):
-    """An embedding with sparse gradients, which a batch without words does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(20, 6, sparse=True), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
-        return self.head(x if words is None else x + self.words(words))
-
-
 class Lora(nn.Module):
     """A frozen weight and a trainable update of low rank, with dropout before it."""
 
@@ -137,17 +172,8 @@ class Lora(nn.Module):
         return self.base(x) + self.up(hidden), hidden.detach()
 
 
-class CheckpointedLora(nn.Module):
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.lora = Lora(dropout)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.lora, x, use_reentrant=False)
-
-
 class SharedLora(nn.Module):
-    """The same adapter in two checkpointed segments: each of them runs a backward of its own."""
+    """The same adapter in two checkpointed segments: each of them runs another backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,30 +214,6 @@ class InTiles(torch.autograd.Function):
         return torch.cat(grads), None
 
 
-class Tiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(InTiles.apply(self.stem(x), self.mlp))
-
-
-class Towers(nn.Module):
-    """Text always, images sometimes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text, self.vision, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = self.text(text)
-        if image is not None:
-            hidden = hidden + self.vision(image)
-        return self.head(torch.tanh(hidden))
-
-
 class Fault(torch.autograd.Function):
     """The identity. Its backward raises where it is armed."""
 
@@ -226,45 +228,6 @@ class Fault(torch.autograd.Function):
         if Fault.armed:
             raise MemoryError("out of memory in the backward")
         return grad
-
-
-class ResNet(nn.Module):
-    """Two blocks, and more than one bucket of 1 MiB."""
-
-    CHANNELS = 128
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, self.CHANNELS, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(self.CHANNELS) for _ in range(3))
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(self.CHANNELS, self.CHANNELS, 3, padding=1, bias=False) for _ in range(2)
-        )
-        self.head = nn.Linear(self.CHANNELS, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.norms[0](self.stem(x)))
-        for norm, convolution in zip(list(self.norms)[1:], self.convolutions, strict=True):
-            x = torch.relu(x + norm(convolution(x)))
-        return self.head(x.mean((2, 3)))
-
-
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-class PreNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 64), nn.LayerNorm(64), nn.Linear(64, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 # --- a parameter whose class is no `torch.Tensor` -------------------------------------------------------------------
@@ -313,7 +276,7 @@ class Scaled(torch.Tensor):
 
 
 class OnScaled(nn.Module):
-    """A weight that is a `Scaled`: frozen and of eight bits beside a trainable update, or trainable."""
+    """A weight that is a `Scaled`: frozen and of eight bits with a trainable update, or trainable."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()

@@ -100,11 +100,3 @@ NAMED = Outcome(REFUSED, "ReductionError: not reduced: trunk.weight", 1.0)
 )
 def test_what_ranks_saw_is_put_together(name: str, subject: Subject, by_rank: list[Outcome], kind: str) -> None:
     assert merge(CASES[name], subject, by_rank).kind == kind
-
-
-def test_a_page() -> None:
-    text = table.page({("1", "ddp"): Outcome(CRASH, "RuntimeError: a|b"), ("1", "ours"): FINE})
-    assert rows_of(text)["1"][:2] == ["**crash** [^1]", ""]
-    assert rows_of(text)["1"][4] == "right"
-    assert "[^1]: RuntimeError: a\\|b" in text
-    assert "[pytorch#187732](https://github.com/pytorch/pytorch/issues/187732)" in text

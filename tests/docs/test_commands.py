@@ -123,7 +123,7 @@ ELSEWHERE = {
     "python -m pytest -n 2": (".ci/run", "python -m pytest -n 2"),
     "python tests/mutation_campaign.py --jobs 2": (".ci/nightly", "python tests/mutation_campaign.py --jobs 2"),
     ".ci/nightly fuzzer": (".ci/nightly", "run_fuzzer"),
-    ".ci/gpu --rehearse": ("tests/gpu/test_rehearsal.py", '"--rehearse"'),
+    ".ci/gpu --rehearse": ("tests/gpu/test_on_a_gpu.py", '"--rehearse"'),
     "cd docs/example_suite": ("tests/testing/test_example_suite.py", '"-m", "pytest"'),
     "python -m dp_compile.elastic": ("tests/elastic/test_training.py", "dp_compile.elastic"),
     "dp-compile train --check": ("tests/train/test_train.py", '"--check"'),

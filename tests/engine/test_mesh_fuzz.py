@@ -1,4 +1,4 @@
-"""Random models, spread over random meshes by random plans, beside one process; the order of each group's collectives.
+"""Random models, spread over random meshes by random plans, with one process as reference; the order of collectives.
 
 A case is drawn from its number. `DP_COMPILE_MESH_CASES` runs other numbers: "7" one, "200-400" a range.
 """
@@ -9,7 +9,7 @@ import copy
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -34,54 +33,43 @@ from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
 
 TOKENS = 8
-STYLES = ("plain", "colwise", "rowwise", "sequence")
+WHOLE, ROWS = Replicate(), Shard(1)
+STYLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "colwise": {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()},
+    "rowwise": {"up": RowwiseParallel(input_layouts=WHOLE), "down": ColwiseParallel(output_layouts=WHOLE)},
+    "sequence": {
+        "": PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=ROWS, use_local_output=True),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=ROWS, use_local_output=False),
+        "down": RowwiseParallel(output_layouts=WHOLE),
+    },
+}
+ENDS = {"embedding": RowwiseParallel(input_layouts=WHOLE), "head": ColwiseParallel(output_layouts=WHOLE)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshCase:
-    """A training run. `blocks`: the style and the hidden features of each."""
-
-    shape: tuple[int, ...]
-    vocabulary: int
-    width: int
-    blocks: tuple[tuple[str, int], ...]
-    spread_ends: bool
-    """Whether embedding and head are parallel."""
-    tied: bool
-    scale: str
-    """`plain`, or a `DTensor`."""
-    skipped: tuple[int | None, ...]
-    """For each step a block that copy 0 of the model leaves out."""
-    accumulates: tuple[bool, ...]
-    set_to_none: bool
-    bucket_cap_mb: float | None
-    captured: bool
-    seed: int
-
-
-def drawn(number: int) -> MeshCase:
-    """Every fourth is captured: it takes as long as ten others.
+def drawn(number: int) -> SimpleNamespace:
+    """A training run. Every fourth is captured: it takes as long as ten others.
 
     No dimension is smaller than `tp`: see `test_fewer_rows_than_ranks`. And each rank has a part of the vocabulary:
     torch looks nothing up where there is none.
     """
     pick = random.Random(number)
     steps = pick.randint(2, 3)
-    blocks = tuple((pick.choice(STYLES), pick.randint(4, 9)) for _ in range(pick.randint(1, 3)))
+    blocks = tuple((pick.choice([*STYLES]), pick.randint(4, 9)) for _ in range(pick.randint(1, 3)))
     finds_unused, spread_ends = pick.random() < 0.3, pick.random() < 0.6
     nothing_else = not spread_ends and {style for style, _ in blocks} == {"plain"}
-    return MeshCase(
+    return SimpleNamespace(
         shape=pick.choice(((2, 2), (2, 2), (2, 2), (1, 4), (4, 1), (2, 1, 2), (2, 2, 1))),
         vocabulary=pick.choice((7, 8, 10, 11, 12, 13)),
         width=pick.randint(4, 9),
-        blocks=blocks,
-        spread_ends=spread_ends,
+        blocks=blocks,  # style and hidden features of each
+        spread_ends=spread_ends,  # whether embedding and head are parallel
         tied=pick.random() < 0.5,
-        scale="DTensor" if nothing_else else pick.choice(("plain", "DTensor")),
-        skipped=tuple(
-            pick.randrange(len(blocks)) if finds_unused and pick.random() < 0.6 else None for _ in range(steps)
-        ),
-        accumulates=tuple(pick.random() < 0.4 for _ in range(steps)),
+        is_scale_spread="DTensor" if nothing_else else pick.choice(("", "DTensor")),
+        # For each step a block that copy 0 of the model leaves out.
+        skipped=[pick.randrange(len(blocks)) if finds_unused and pick.random() < 0.6 else None for _ in range(steps)],
+        accumulates=[pick.random() < 0.4 for _ in range(steps)],
         set_to_none=pick.random() < 0.5,
         bucket_cap_mb=pick.choice((None, 1e-5, 1e-3)),
         captured=number % 4 == 3,
@@ -99,7 +87,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, case: MeshCase) -> None:
+    def __init__(self, case: SimpleNamespace) -> None:
         super().__init__()
         self.embedding = nn.Embedding(case.vocabulary, case.width)
         self.blocks = nn.ModuleList(Block(case.width, hidden) for _, hidden in case.blocks)
@@ -115,52 +103,23 @@ class Net(nn.Module):
                 x = x + block(x)
         factor: Any = self.scale.sum()
         if isinstance(factor, DTensor):
-            factor = factor.to_local(grad_placements=[Replicate()])
+            factor = factor.to_local(grad_placements=[WHOLE])
         return self.head(x * factor)
 
 
-def styles_of(style: str) -> dict[str, ParallelStyle]:
-    if style == "colwise":
-        return {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-    if style == "rowwise":
-        return {
-            "up": RowwiseParallel(input_layouts=Replicate()),
-            "down": ColwiseParallel(output_layouts=Replicate()),
-        }
-    if style == "sequence":
-        return {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-            "down": RowwiseParallel(output_layouts=Replicate()),
-        }
-    return {}
-
-
-def spread(model: Net, case: MeshCase, mesh: DeviceMesh) -> None:
+def spread(model: Net, case: SimpleNamespace, mesh: DeviceMesh) -> None:
     for block, (style, _) in zip(model.blocks, case.blocks, strict=True):
-        if style == "sequence":
-            takes = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
-            parallelize_module(block, mesh, takes)
-        parallelize_module(block, mesh, styles_of(style))
+        for name, each in STYLES[style].items():
+            parallelize_module(block.get_submodule(name), mesh, each)
     if case.spread_ends:
-        layers: dict[str, ParallelStyle] = {
-            "embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh, layers)
+        parallelize_module(model, mesh, ENDS)
         if case.tied:
             model.head.weight = model.embedding.weight
-    if case.scale == "DTensor":
-        model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
+    if case.is_scale_spread:
+        model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [WHOLE]))
 
 
-def loss_of(model: Any, case: MeshCase, step: int, copy_number: int, skip: int | None) -> torch.Tensor:
-    seed = torch.Generator().manual_seed(1000 * case.seed + 10 * step + copy_number)
-    tokens = torch.randint(case.vocabulary, (2, TOKENS), generator=seed)
-    return nn.functional.cross_entropy(model(tokens, skip).flatten(0, 1), tokens.roll(1, 1).flatten())
-
-
-def run(case: MeshCase) -> list[Orders]:
+def run(case: SimpleNamespace) -> list[Orders]:
     """A run, and the same in one process. Returns the orders of the collectives of captured backwards."""
     torch._dynamo.reset()
     Reads.found.clear()
@@ -170,20 +129,23 @@ def run(case: MeshCase) -> list[Orders]:
     alone = Net(case).double()  # some of these make 1e-4 of a rounding in float32 within three steps
     model = copy.deepcopy(alone)
     spread(model, case, mesh["tp"])
-    finds = any(each is not None for each in case.skipped)
-    config = dp_compile.ReplicateConfig(
-        backend="aot_eager", bucket_cap_mb=case.bucket_cap_mb, find_unused_parameters=finds
-    )
+    options = {"bucket_cap_mb": case.bucket_cap_mb, "find_unused_parameters": any(s is not None for s in case.skipped)}
+    config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
     dp_compile.replicate(model, device_mesh=dp, config=config)
     runs = torch.compile(model, backend="aot_eager") if case.captured else model
     named = dict(model.named_parameters())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, alone)]
 
+    def loss_of(run: Any, step: int, place: int, skip: int | None) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(1000 * case.seed + 10 * step + place)
+        tokens = torch.randint(case.vocabulary, (2, TOKENS), generator=seed)
+        logits = run(tokens, skip if place == 0 else None)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+
     def backward(step: int, skip: int | None) -> None:
         """`skip`: a block that copy 0 leaves out."""
-        loss_of(runs, case, step, here, skip if here == 0 else None).backward()
-        losses = [loss_of(alone, case, step, each, skip if each == 0 else None) for each in range(copies)]
-        (sum(losses) / copies).backward()
+        loss_of(runs, step, here, skip).backward()
+        (sum(loss_of(alone, step, place, skip) for place in range(copies)) / copies).backward()
 
     for step, (skip, accumulates) in enumerate(zip(case.skipped, case.accumulates, strict=True)):
         for optimizer in optimizers:
@@ -228,16 +190,11 @@ PARTS = [pytest.param([*BY_NIGHT[at : at + 20]], marks=pytest.mark.nightly) for 
 def test_meshes_and_plans(meshed: Ranks, numbers: list[int]) -> None:
     by_rank = meshed.run(run_all, numbers, timeout_s=550.0)
     for place, number in enumerate(numbers):
-        # Ranks that leave a block out compile other graphs, and more or fewer of them.
-        orders = [all_orders(found[place]) for found in by_rank]
+        # Ranks that leave a block out compile other graphs, and more or fewer of them: all orders of each group.
+        orders: list[dict[tuple[int, ...], set[tuple[str, ...]]]] = []
+        for found in by_rank:
+            orders.append({group: set() for graph in found[place] for group in graph})
+            for group, order in ((group, order) for graph in found[place] for group, order in graph.items()):
+                orders[-1][group].add(tuple(order))
         assert not unordered(orders), f"case {number}: {drawn(number)}"
         assert bool(orders[0]) == drawn(number).captured
-
-
-def all_orders(found: Sequence[Orders]) -> dict[tuple[int, ...], set[tuple[str, ...]]]:
-    """By group, every order in which a graph of a rank has its collectives."""
-    orders: dict[tuple[int, ...], set[tuple[str, ...]]] = {}
-    for graph in found:
-        for group, order in graph.items():
-            orders.setdefault(group, set()).add(tuple(order))
-    return orders

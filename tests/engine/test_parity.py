@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Case, not_compiled, train_both
+from parity import not_compiled, train_both
 from torch import nn
 
 import dp_compile
@@ -122,7 +122,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def run_case(kind: str, variant: str, **changes: Any) -> Report:
     build, batch = KINDS[kind]
     torch._dynamo.reset()
-    return train_both(Case(build=build, batch=batch, **VARIANTS[variant] | changes))
+    return train_both(build, batch, **VARIANTS[variant] | changes)
 
 
 @pytest.mark.parametrize(

@@ -369,19 +369,6 @@ def test_buffers_are_copied_coalesced_and_outside_the_captured_graph(ranks: Rank
         assert torch.equal(buffer, second[2][name])
 
 
-def run_synced_norm() -> Report:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6), nn.Linear(6, 6)).cuda()
-
-    return beside(build, lambda side, number: side.run(batch(number).cuda()).square().mean().backward())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="SyncBatchNorm trains on GPUs only")
-def test_synced_batch_norm_on_a_gpu(ranks: Ranks) -> None:
-    ranks.run(run_synced_norm)
-
-
 # --- what is refused --------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -23,12 +24,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, Task, rows_of
+from on_a_gpu import MEASURED, NEEDS_A_GPU, NOT_RUN, Task
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -57,6 +59,7 @@ FEATURE_S = 35.0
 PR_SET_PDEATHSIG = 1
 PLANT = "DP_COMPILE_GPU_PLANT"
 """The variable with which a test plants a fault: `module:function`, called before the experiment."""
+FREE = AllReduceCost(1e-6, 0.0)
 
 
 # --- what the experiments share -------------------------------------------------------------------------------------
@@ -64,7 +67,10 @@ PLANT = "DP_COMPILE_GPU_PLANT"
 
 def device_of(task: Task) -> torch.device:
     """This rank's GPU; all ranks have the same one if there is only one."""
-    return torch.device("cuda", task.rank % task.gpus) if task.device == "cuda" else torch.device("cpu")
+    if task.rehearse:
+        return torch.device("cpu")
+    torch.cuda.set_device(task.rank % task.gpus)
+    return torch.device("cuda", task.rank % task.gpus)
 
 
 def open_group(task: Task, backend: str = "", timeout_s: float = GROUP_TIMEOUT_S) -> torch.device:
@@ -72,10 +78,7 @@ def open_group(task: Task, backend: str = "", timeout_s: float = GROUP_TIMEOUT_S
 
     `device_id` is always given: from torch 2.15 on NCCL takes the device of the global rank otherwise.
     """
-    device = device_of(task)
-    backend = backend or ("nccl" if device.type == "cuda" else "stand-in")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device, backend = device_of(task), backend or ("stand-in" if task.rehearse else "nccl")
     if backend == "stand-in":
         import nccl_stand_in
 
@@ -86,7 +89,7 @@ def open_group(task: Task, backend: str = "", timeout_s: float = GROUP_TIMEOUT_S
         rank=task.rank,
         world_size=task.ranks,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if task.rehearse else device,
     )
     return device
 
@@ -96,6 +99,12 @@ def open_simulated_group(task: Task, ranks: int) -> torch.device:
     os.environ.update(simulated_group.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=ranks)
     return device_of(task)
+
+
+def set_cost(cost: AllReduceCost) -> None:
+    """What a collective of the simulated network takes from now on."""
+    group: Any = dist.group.WORLD
+    group.cost = cost
 
 
 def synchronize() -> None:
@@ -153,14 +162,13 @@ class Training:
         return found
 
 
-def in_turns(task: Task, roles: Sequence[str], rounds: int, work: Callable[[int], Any]) -> None:
+def in_turns(task: Task, rounds: int, work: Callable[[int], Any]) -> None:
     """`work(round)` on all ranks of one role after the other: what is timed has the GPU for itself."""
     for number in range(rounds):
-        turn = number * len(roles) + roles.index(task.role)
-        for earlier in range(max(0, turn - len(roles)), turn):
-            role = roles[earlier % len(roles)]
+        turn = number * len(task.roles) + task.roles.index(task.role)
+        for earlier in range(max(0, turn - len(task.roles)), turn):
             for rank in range(task.ranks):
-                task.read(f"turn.{earlier}.{rank}", of=f"{role}.{rank}")
+                task.read(f"turn.{earlier}.{rank}", of=f"{task.roles[earlier % len(task.roles)]}.{rank}")
         work(number)
         task.publish(f"turn.{turn}.{task.rank}", True)
 
@@ -169,83 +177,86 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
-# --- G1 -------------------------------------------------------------------------------------------------------------
+# --- G1: a step and those of peers ----------------------------------------------------------------------------------
 
 
 def g1(task: Task) -> None:
-    """Four processes train the same GPT, one by each mode, and take turns to be timed; "ours" compares."""
-    roles = ["ours", "compute", "ddp", "ddp_compiled", *(["python_reducer"] if task.gpus > 1 else [])]
+    """Processes train the same GPT, one by each mode, and take turns to be timed; "ours" compares."""
     steps, rounds, each = (5, 2, 3) if task.rehearse else (20, 5, 10)
     # A rank alone has the gradients of plain compile; several have their average.
     exact = "compute" if task.ranks == 1 else "ddp_compiled"
     claims = {exact: f"losses of {steps} steps in bfloat16: ours equal to the bit to {exact}"}
     near = {role: f"losses of {steps} steps in bfloat16: ours within 1 % of {role}" for role in ("ddp", "ddp_compiled")}
-    timed = {role: f"step time: ours over {role}" for role in roles[1:]}
-    if task.role == "ours" and task.rank == 0:
+    timed = {role: f"step time: ours over {role}" for role in task.roles[1:]}
+    compares = task.role == "ours" and task.rank == 0
+    if compares:
         task.planned(*claims.values(), *near.values(), *timed.values())
     open_group(task)
     training = Training(task, task.role)
-    first_s = training.steps(1)
+    first_s, seconds = training.steps(1), list[float]()
     training.steps(steps - 1)
     own = training.losses()
-    seconds: list[float] = []
     task.publish(f"losses.{task.role}.{task.rank}", own)
-    in_turns(task, roles, rounds, lambda _: seconds.append(training.steps(each)))
+    in_turns(task, rounds, lambda _: seconds.append(training.steps(each)))
     own_s = statistics.median(seconds)
     task.publish(f"times.{task.role}.{task.rank}", [first_s, own_s])
-    if task.role != "ours" or task.rank != 0:
+    if not compares:
         return
     for role, claim in (*claims.items(), *near.items()):
         if (other := task.read(f"losses.{role}.0", of=f"{role}.0")) is None:
-            task.record(claim, False, detail=f"the process of {role} ended without losses")
-            continue
+            continue  # it has died, and the runner says so
         furthest = max(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
         same = sum(a == b for a, b in zip(own, other, strict=True))
         passed = same == steps if claim == claims.get(role) else furthest <= 0.01
         task.record(claim, passed, f"{same} of {steps} equal; largest difference {furthest:.1e} of the loss")
     for role, claim in timed.items():
-        if (times := task.read(f"times.{role}.0", of=f"{role}.0")) is None:
-            task.record(claim, False, detail=f"the process of {role} ended without times")
-            continue
-        first = f"first step {first_s:.1f} s, {times[0]:.1f} s"
-        task.record(claim, MEASURED, f"{own_s / times[1]:.3f} ({ms(own_s)}, {ms(times[1])}); {first}")
+        if (times := task.read(f"times.{role}.0", of=f"{role}.0")) is not None:
+            first = f"first step {first_s:.1f} s, {times[0]:.1f} s"
+            task.record(claim, MEASURED, f"{own_s / times[1]:.3f} ({ms(own_s)}, {ms(times[1])}); {first}")
 
 
-# --- G2 -------------------------------------------------------------------------------------------------------------
+# --- G2: the table of features --------------------------------------------------------------------------------------
 
 
 def g2(task: Task) -> None:
-    """Each feature with two ranks. A role is a backend and a way: captured or eager."""
+    """Each feature with two ranks. A role is a backend and a way: captured or eager.
+
+    A feature that raises ends the process: the ranks are not at the same place any more.
+    """
     from features import CAPTURED, FEATURES, run_feature
 
     backend, way = task.role.split()
-    wanted = [each for each in FEATURES if task.ranks in each.ranks and re.search(task.features, each.name)]
+    wanted = {name: each for name, each in FEATURES.items() if task.ranks in each.ranks}
+    wanted = {name: each for name, each in wanted.items() if re.search(task.features, name)}
     if backend == "gloo":
-        wanted = [each for each in wanted if each.name in MAIN_FEATURES]
-    cases = [(each, "aot_eager") for each in wanted if way in each.ways]
-    if task.device == "cuda" and way == CAPTURED:  # generated code last: it takes most of the time
-        cases += [(each, "inductor") for each in wanted if each.name in MAIN_FEATURES]
-    claims = [f"{each.name}: {way}, {compiler}, {backend}" for each, compiler in cases]
-    waiting = {row["claim"] for row in rows_of(task.results, task.experiment) if row["status"] == PLANNED}
-    if not task.again:
+        wanted = {name: each for name, each in wanted.items() if name in MAIN_FEATURES}
+    cases = [(name, "aot_eager") for name, each in wanted.items() if way in each.ways]
+    if not task.rehearse and way == CAPTURED:  # generated code last: it takes most of the time
+        cases += [(name, "inductor") for name in wanted if name in MAIN_FEATURES]
+    claims = {f"{name}: {way}, {compiler}, {backend}": (name, compiler) for name, compiler in cases}
+    if task.again:
+        claims = {claim: case for claim, case in claims.items() if claim in task.waiting()}
+    else:
         task.planned(*claims)
-    device, within_s = open_group(task, backend), FEATURE_S * task.patience
-    for (feature, compiler), claim in zip(cases, claims, strict=True):
-        if task.again and claim not in waiting:
-            continue
-        if feature.needs not in ("", task.device):
+    device = open_group(task, backend)
+    for claim, (name, compiler) in claims.items():
+        if wanted[name].needs not in ("", device.type):
             task.record(claim, NEEDS_A_GPU)
             continue
         task.publish(f"now.{task.role}.{task.rank}", claim)
-        faulthandler.dump_traceback_later(within_s, exit=True)
-        verdict = run_feature(feature, device, captured=way == CAPTURED, compiler=compiler, within_s=within_s)
+        faulthandler.dump_traceback_later(FEATURE_S * task.patience, exit=True)
+        begin_s = time.monotonic()
+        try:
+            difference = run_feature(wanted[name], device, way, compiler)
+        except Exception as error:
+            task.record(claim, False, detail=f"rank {task.rank}: {type(error).__name__}: {error}")
+            raise
         faulthandler.cancel_dump_traceback_later()
-        if task.rank == 0:  # it is the same on all ranks
-            figure = f"largest difference {verdict.largest_difference:.1e}; {verdict.seconds:.1f} s"
-            task.record(claim, verdict.passed, figure, verdict.detail)
+        figure = f"largest difference {difference.largest:.1e}; {time.monotonic() - begin_s:.1f} s"
+        task.record(claim, not difference.name, figure, f"rank {task.rank}: {difference}")
 
 
-# --- G3 -------------------------------------------------------------------------------------------------------------
+# --- G3: a rank is lost ---------------------------------------------------------------------------------------------
 
 FAULT_STEP = 4
 
@@ -279,11 +290,17 @@ def g3(task: Task) -> None:
     task.read("never", of=f"{task.role}.0")  # this rank has no more steps, and is there until rank 0 has given up
 
 
-# --- G4 -------------------------------------------------------------------------------------------------------------
+# --- G4: compute-sanitizer ------------------------------------------------------------------------------------------
 
 
 def g4(task: Task) -> None:
     """One step of a three-layer model: "plain" fills the cache, then once for each tool; `judge_g4` reads logs."""
+    if task.role == "plain":
+        eager = "the step that is checked has eager gradients"
+        tools = [f"{tool} finds nothing in one step" for tool in ("memcheck", "racecheck")]
+        task.planned(eager, *tools)
+        for claim in tools if task.rehearse or not shutil.which("compute-sanitizer") else ():
+            task.record(claim, *([NEEDS_A_GPU] if task.rehearse else [NOT_RUN, "no compute-sanitizer here"]))
     device = open_simulated_group(task, 8)
     torch.manual_seed(0)
     layers = (layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU()))
@@ -299,58 +316,44 @@ def g4(task: Task) -> None:
     synchronize()
     furthest = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
     if task.role == "plain":
-        claim = "the step that is checked has eager gradients"
-        task.record(claim, furthest < 1e-3, f"largest difference {furthest:.1e}")
+        task.record(eager, furthest < 1e-3, f"largest difference {furthest:.1e}")
     print(dp_compile.report(model))
 
 
-# --- G5 -------------------------------------------------------------------------------------------------------------
-
-FREE = AllReduceCost(1e-6, 0.0)
+# --- G5: overlap ----------------------------------------------------------------------------------------------------
 
 
 def g5(task: Task) -> None:
     """A role is `MODE@RANKS`: a mode on a simulated network of so many ranks. `ours@nccl`: on the real one."""
-    mode, _, network = task.role.partition("@")
-    if network == "nccl":
+    mode, _, ranks = task.role.partition("@")
+    if ranks == "nccl":
         return _g5_on_the_real_network(task)
-    ranks, modes = int(network), ("ours", "ddp") if task.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
     ratios = (0.5, 2.0) if task.rehearse else (0.5, 1.0, 2.0)
     what = {ratio: f"{ranks} ranks, comm/compute {ratio:g}" for ratio in ratios}
     predicted = {ratio: f"{text}: exposed time as predicted, within 5 % of the step" for ratio, text in what.items()}
     steps = {ratio: f"{text}: step time without and with the network" for ratio, text in what.items()}
     if mode == "ours":
         task.planned(*predicted.values(), *steps.values())
-    if task.device == "cuda":
-        torch.cuda.set_device(device_of(task))
-    open_simulated_group(task, ranks)
+    open_simulated_group(task, int(ranks))
     training = Training(task, mode)
     training.steps(5)
-    roles = [f"{each}@{size}" for size in ((8,) if task.rehearse else (8, 64)) for each in modes]
-    costs, times = _timed_on_networks(task, training, roles, ratios)
+    costs, times = _timed_on_networks(task, training, ratios)
     task.publish(f"times.{task.role}", [[ratio, min(found)] for ratio, found in times.items() if found])
     if mode != "ours":
         return
     for ratio, cost in costs.items():
         set_cost(cost)
-        _predicted_and_measured(task, training, cost, predicted[ratio], is_kept=ranks == 8 and ratio == ratios[-2])
-    found = {name: dict(task.read(f"times.{name}@{ranks}", of=f"{name}@{ranks}.0") or ()) for name in modes}
-    for ratio, claim in steps.items():
-        texts = [
-            f"{name} {ms(seen[0.0])}, {ms(seen[ratio])}" if ratio in seen else f"{name} failed"
-            for name, seen in found.items()
-        ]
-        task.record(claim, MEASURED if all(found.values()) else False, "; ".join(texts))
-
-
-def set_cost(cost: AllReduceCost) -> None:
-    """What a collective of the simulated network takes from now on."""
-    group: Any = dist.group.WORLD
-    group.cost = cost
+        is_kept = ranks == "8" and ratio == ratios[-2]
+        _predicted_and_measured(task, training, cost, predicted[ratio], is_kept=is_kept)
+    peers = [each for each in task.roles if each.endswith(f"@{ranks}")]
+    found = {each: dict(task.read(f"times.{each}", of=f"{each}.0") or ()) for each in peers}
+    for ratio, claim in steps.items() if all(found.values()) else ():
+        texts = [f"{each.partition('@')[0]} {ms(seen[0.0])}, {ms(seen[ratio])}" for each, seen in found.items()]
+        task.record(claim, MEASURED, "; ".join(texts))
 
 
 def _timed_on_networks(
-    task: Task, training: Training, roles: Sequence[str], ratios: Sequence[float]
+    task: Task, training: Training, ratios: Sequence[float]
 ) -> tuple[dict[float, AllReduceCost], dict[float, list[float]]]:
     """By ratio of communication to compute: the cost of a collective, and seconds a step. 0: a network for free.
 
@@ -381,14 +384,14 @@ def _timed_on_networks(
             training.steps(1)
             times[ratio].append(training.steps(each))
 
-    in_turns(task, roles, rounds, work)
+    in_turns(task, rounds, work)
     return costs, times
 
 
 def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost, claim: str, *, is_kept: bool) -> None:
     """Predicted from the step on a free network, measured from a trace of `torch.profiler` on this one."""
     step = replace(dp_compile.step_of(training.model), cost=cost)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if task.device == "cuda" else [])]
+    activities = [ProfilerActivity.CPU] if task.rehearse else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     training.steps(1)
     with profile(activities=activities) as recorded:
         step_s = training.steps(5)
@@ -412,8 +415,7 @@ def _g5_on_the_real_network(task: Task) -> None:
     if task.rank == 0:
         task.planned(claim)
     open_group(task)
-    cost = dp_compile.calibrate().cost
-    training = Training(task, "ours")
+    cost, training = dp_compile.calibrate().cost, Training(task, "ours")
     training.steps(5)
     with dp_compile.measure(training.model):
         training.steps(5)
@@ -425,7 +427,7 @@ def _g5_on_the_real_network(task: Task) -> None:
         task.record(claim, error <= 0.05, f"{figure}; an all-reduce takes {cost}")
 
 
-# --- G6 -------------------------------------------------------------------------------------------------------------
+# --- G6: what a collective takes from compute -----------------------------------------------------------------------
 
 
 def g6(task: Task) -> None:
@@ -444,17 +446,13 @@ def g6(task: Task) -> None:
             for weight in weights:
                 (x @ weight) @ weight.t()
 
-    _seconds_on(device, products)
-    alone_s = _seconds_on(device, products)
+    _seconds_of(products)
+    alone_s = _seconds_of(products)
     for blocks, claim in claims.items():
         _copy(source, target, blocks, 1)()  # compiles, and wakes the device up
-        synchronize()
-        begin_s = time.perf_counter()
-        _copy(source, target, blocks, 1)()
-        synchronize()
-        copy_s = time.perf_counter() - begin_s
+        copy_s = _seconds_of(lambda blocks=blocks: _copy(source, target, blocks, 1)())
         end = _copy(source, target, blocks, 1 + int(1.5 * alone_s / copy_s))
-        under_s = _seconds_on(device, products)
+        under_s = _seconds_of(products)
         end()
         rate = f"the copy reads {nbytes / copy_s / 1e9:.0f} GB/s"
         task.record(claim, MEASURED, f"{under_s / alone_s:.3f} ({ms(alone_s)} alone); {rate}")
@@ -476,9 +474,9 @@ def _copy(source: torch.Tensor, target: torch.Tensor, blocks: int, turns: int) -
     return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _seconds_on(device: torch.device, work: Callable[[], object]) -> float:
+def _seconds_of(work: Callable[[], object]) -> float:
     """On the current stream of a GPU, or of the host."""
-    if device.type == "cpu":
+    if not torch.cuda.is_available():
         begin_s = time.perf_counter()
         work()
         return time.perf_counter() - begin_s
@@ -490,7 +488,7 @@ def _seconds_on(device: torch.device, work: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-# --- G7 -------------------------------------------------------------------------------------------------------------
+# --- G7: memory -----------------------------------------------------------------------------------------------------
 
 
 def g7(task: Task) -> None:
@@ -504,10 +502,9 @@ def g7(task: Task) -> None:
     open_group(task)
 
     def ddp(workload: Workload) -> Trainer:
-        options = {"backend": "aot_eager" if task.rehearse else "inductor"}
-        return loop_around(
-            workload, lambda model: torch.compile(wrap(model, None, gradient_as_bucket_view=True), **options)
-        )
+        backend = "aot_eager" if task.rehearse else "inductor"
+        wrapped = lambda model: wrap(model, None, gradient_as_bucket_view=True)  # noqa: E731
+        return loop_around(workload, lambda model: torch.compile(wrapped(model), backend=backend))
 
     training = Training(task, task.role, None if is_ours else ddp)
     training.steps(5)
@@ -525,32 +522,24 @@ def g7(task: Task) -> None:
     task.record(growth, grown <= 0, f"{grown:+,} bytes of {before:,}")
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
     task.publish(f"peaks.{task.role}", peaks)
-    if not is_ours:
-        return
-    if (other := task.read("peaks.ddp_compiled", of="ddp_compiled.0")) is None:
-        task.record(peak, False, detail="the process of compiled DDP ended without a peak")
-        return
-    figures = [f"{own / theirs:.3f} ({own:,} bytes)" for own, theirs in zip(peaks, other, strict=True)]
-    task.record(peak, peaks[0] <= 1.02 * other[0], figures[0])
-    task.record(reserved, MEASURED, figures[1])
+    if is_ours and (other := task.read("peaks.ddp_compiled", of="ddp_compiled.0")) is not None:
+        figures = [f"{own / theirs:.3f} ({own:,} bytes)" for own, theirs in zip(peaks, other, strict=True)]
+        task.record(peak, peaks[0] <= 1.02 * other[0], figures[0])
+        task.record(reserved, MEASURED, figures[1])
 
 
-# --- G8 -------------------------------------------------------------------------------------------------------------
+# --- G8: CUDA graphs ------------------------------------------------------------------------------------------------
 
 
 def g8(task: Task) -> None:
     """A small model, one rank. "graph": its whole step in one CUDA graph; "reduce-overhead": Inductor's own graphs."""
     replays, is_graph = 100, task.role == "graph"
-    claims = {
-        "graph": f"a step in one CUDA graph, replayed {replays} times: parameters equal to the bit",
-        "reduce-overhead": 'mode="reduce-overhead": parameters equal to the bit after 10 steps',
-    }
-    if task.rehearse:
-        for each in claims.values():
-            task.record(each, NEEDS_A_GPU)
-        return
-    claim = claims[task.role]
+    claim = 'mode="reduce-overhead": parameters equal to the bit after 10 steps'
+    if is_graph:
+        claim = f"a step in one CUDA graph, replayed {replays} times: parameters equal to the bit"
     task.planned(claim)
+    if task.rehearse:
+        return task.record(claim, NEEDS_A_GPU)
     device = open_group(task)
     x = torch.randn(64, 256, device=device)
 
@@ -585,29 +574,29 @@ def g8(task: Task) -> None:
     for _ in range(3 if is_graph else 10):
         step()
     count = replays if is_graph else 1
-    fast_s = _seconds_on(device, lambda: [fast() for _ in range(count)]) / count
-    plain_s = _seconds_on(device, lambda: [step() for _ in range(count)]) / count
-    pairs = zip(recorded.parameters(), plain.parameters(), strict=True)
-    furthest = max(float((a - b).abs().max()) for a, b in pairs)
+    fast_s = _seconds_of(lambda: [fast() for _ in range(count)]) / count
+    plain_s = _seconds_of(lambda: [step() for _ in range(count)]) / count
+    both = zip(recorded.parameters(), plain.parameters(), strict=True)
+    furthest = max(float((a - b).abs().max()) for a, b in both)
     task.record(claim, furthest == 0, f"largest difference {furthest:.1e}; {ms(fast_s)} a step, {ms(plain_s)} without")
 
 
-# --- G9 -------------------------------------------------------------------------------------------------------------
+# --- G9: the start of a process -------------------------------------------------------------------------------------
 
 
 def g9(task: Task) -> None:
     """A role is `MODE cold` or `MODE warm`: a process that takes three steps, in a cache that is empty or full."""
     mode, when = task.role.split()
+    claim = f"{when} start, {mode}: seconds until three steps are done"
+    task.planned(claim)
     open_group(task)
     ends_s = [time.time() - task.begun_s]
     training = Training(task, mode)
     for _ in range(3):
         training.steps(1)
         ends_s.append(time.time() - task.begun_s)
-    task.publish(f"start.{mode}.{when}", ends_s)
-
-
-EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9}
+    steps = ", ".join(f"{end - begin:.1f}" for begin, end in pairwise(ends_s))
+    task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ends_s[0]:.1f}, steps {steps})")
 
 
 def main(text: str) -> None:
@@ -622,7 +611,9 @@ def main(text: str) -> None:
         getattr(importlib.import_module(module), function)()
     status = 0
     try:
-        EXPERIMENTS[task.experiment](task)
+        {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9}[task.experiment](
+            task
+        )
     except Exception:
         traceback.print_exc()
         status = 1

@@ -11,14 +11,9 @@ bits in float32: a sum of two is the same in any order. Where bits cannot be the
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import itertools
-import json
 import math
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +31,6 @@ from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
@@ -49,8 +43,6 @@ SMALL_MB: Final = 1e-3  # a bucket holds the gradients of one layer, so there ar
 EXACT: Final = 0.0
 LOOSE: Final = 2e-5
 """Largest difference of an element after all steps, where sums may be added up in another order."""
-GRACE_S: Final = 10.0
-"""How long a rank that has failed waits for the others; these may wait for its collectives for ever."""
 CAPTURED, EAGER = "captured", "eager"
 _WAYS: Final = {CAPTURED: "captured", EAGER: "eager hooks"}  # what the report calls them
 BF16, F16 = torch.bfloat16, torch.float16
@@ -58,12 +50,12 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a feature runs, and how. `exits`: what takes the feature's modules apart."""
+    """Where a feature runs, and how. `replicated`: the feature's modules, for `unreplicate`."""
 
     device: torch.device
     compiler: str
     way: str
-    exits: contextlib.ExitStack = field(compare=False)
+    replicated: list[nn.Module] = field(default_factory=list)
 
     @property
     def tolerance(self) -> float:
@@ -77,17 +69,14 @@ class Place:
     def config(self, **options: Any) -> dp_compile.ReplicateConfig:
         return dp_compile.ReplicateConfig(**{"backend": self.compiler, "bucket_cap_mb": SMALL_MB} | options)
 
-    def batch(self, number: int, rank: int | None = None) -> torch.Tensor:
-        """Of this rank in a step, or of another one."""
-        generator = torch.Generator().manual_seed(1000 * number + (dist.get_rank() if rank is None else rank))
+    def batch(self, number: int) -> torch.Tensor:
+        """Of this rank in a step."""
+        generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         return torch.randn(8, WIDTH, generator=generator).to(self.device)
 
-    def unreplicate_later(self, module: nn.Module) -> None:
-        def unreplicate() -> None:
-            with contextlib.suppress(Exception):  # it has failed, and its ranks are not at the same place
-                dp_compile.unreplicate(module)
-
-        self.exits.callback(unreplicate)
+    def net(self) -> Net:
+        torch.manual_seed(0)
+        return Net().to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +93,6 @@ class Difference:
         return "equal bits" if self.largest == 0 else f"within {self.tolerance:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a feature, the same on all ranks but for `seconds`."""
-
-    feature: str
-    way: str
-    passed: bool
-    detail: str
-    largest_difference: float
-    seconds: float
-
-
 Run = Callable[[Place], Difference]
 Tolerance = float | Callable[[Place], float] | None
 
@@ -128,22 +105,35 @@ class Feature:
     backward is captured or eager, where that can be chosen.
     """
 
-    name: str
     run: Run
     ranks: tuple[int, ...] = (2, 4)
     needs: str = ""
     ways: tuple[str, ...] = (CAPTURED, EAGER)
 
 
-_features: list[Feature] = []
+FEATURES: Final[dict[str, Feature]] = {}
 
 
 def _feature(name: str, **options: Any) -> Callable[[Run], Run]:
     def add(run: Run) -> Run:
-        _features.append(Feature(name, run, **options))
+        FEATURES[name] = Feature(run, **options)
         return run
 
     return add
+
+
+def run_feature(feature: Feature, device: torch.device, way: str, compiler: str = "aot_eager") -> Difference:
+    """Run a feature in the default process group; every rank calls it. After an error that group is of no use."""
+    torch._dynamo.reset()
+    place = Place(device, compiler, way)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = feature.run(place)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    for each in place.replicated:
+        dp_compile.unreplicate(each)
+    return result
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -200,8 +190,10 @@ class Pair:
         config, ddp, in_backward: options of `ReplicateConfig`, of torch's DDP, of `in_backward`; `options` of
             `replicate`.
         reference: makes another module than torch's DDP of a copy.
-        prepare: changes our module before it is replicated.
         hook: what make our comm hook and torch's, each with its state.
+        scaled: by a `GradScaler`. In step 4 gradients of the last rank overflow: no rank steps, all scales shrink.
+        inputs: more of the forward, by the number of the step.
+        micro: so many backwards a step; all but the last are local.
         levels: two levels of network.
     """
 
@@ -214,40 +206,39 @@ class Pair:
         config: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
         reference: Callable[[nn.Module], Any] | None = None,
-        prepare: Callable[[nn.Module], object] | None = None,
         hook: tuple[Callable[[], Any] | None, Callable[[], Any] | None] = (None, None),
         in_backward: Mapping[str, Any] | None = None,
         max_norm: float | None = None,
         scaled: bool = False,
         set_to_none: bool = True,
+        inputs: Callable[[int], tuple[Any, ...]] = lambda number: (),
+        micro: int = 1,
+        autocast: torch.dtype | None = None,
         levels: bool = False,
         **options: Any,
     ) -> None:
-        self.place, self.max_norm, self.set_to_none = place, max_norm, set_to_none
-        self.in_backward, self.data_rank, self.backwards = in_backward or {}, None, 0
+        self.place, self.max_norm, self.set_to_none, self.backwards = place, max_norm, set_to_none, 0
+        self.inputs, self.micro, self.autocast, self.in_backward = inputs, micro, autocast, in_backward or {}
         torch.manual_seed(0)
         self.ours: Any = build().to(place.device)
         self.theirs: Any = (reference or functools.partial(DistributedDataParallel, **(ddp or {})))(
             copy.deepcopy(self.ours)
         )
         with torch.no_grad():
-            for parameter in self.ours.parameters() if prepare is None else ():
+            for parameter in self.ours.parameters():
                 parameter.add_(dist.get_rank())  # replicate() has to undo this
-        if prepare is not None:
-            prepare(self.ours)
         if levels:
             options["device_mesh"] = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
         dp_compile.replicate(self.ours, config=place.config(**(config or {})), **options)
-        place.unreplicate_later(self.ours)
+        place.replicated.append(self.ours)
         if hook[0] is not None:
             self.ours.register_comm_hook(*hook[0]())
         if hook[1] is not None:
             # torch's method refuses bfloat16 where it does not know the backend; the hook does not care.
             dist._register_comm_hook(self.theirs.reducer, *hook[1]())
-        device = place.device.type
+        device, backend = place.device.type, place.compiler
         self.scalers = [torch.amp.GradScaler(device, 2.0**8, growth_interval=3, enabled=scaled) for _ in range(2)]
         self.mine, self.other = make(self.ours.parameters()), make(self.theirs.parameters())
-        backend = place.compiler
         if in_backward is not None:
             given = {**in_backward, "max_norm": max_norm, "scaler": self.scalers[0] if scaled else None}
             dp_compile.optim.in_backward(self.ours, self.mine, **given)
@@ -256,11 +247,15 @@ class Pair:
 
     def backward(self, number: int, *inputs: Any, sync: bool = True, factor: float = 1.0) -> None:
         """Of both. `factor`: of this rank's loss."""
-        x = self.place.batch(number, self.data_rank)
-        with nullcontext() if sync else dp_compile.no_sync(self.ours), self.place.is_eager():
-            (self.scalers[0].scale(loss_of(self.run(x, *inputs))) * factor).backward()
-        with nullcontext() if sync else self.theirs.no_sync():
-            (self.scalers[1].scale(loss_of(self.theirs(x, *inputs))) * factor).backward()
+        x = self.place.batch(number)
+        for run, scaler in ((self.run, self.scalers[0]), (self.theirs, self.scalers[1])):
+            is_ours, local = run is self.run, nullcontext()
+            if not sync:
+                local = dp_compile.no_sync(self.ours) if is_ours else self.theirs.no_sync()
+            # A new context each time: it keeps what it has cast.
+            cast = torch.autocast(self.place.device.type, self.autocast) if self.autocast else nullcontext()
+            with cast, local, self.place.is_eager() if is_ours else nullcontext():
+                (scaler.scale(loss_of(run(x, *inputs))) * factor).backward()
         self.backwards += sync
 
     def step(self) -> None:
@@ -272,34 +267,31 @@ class Pair:
             scaler.update()
             optimizer.zero_grad(set_to_none=self.set_to_none)
 
-    def train(
-        self,
-        *,
-        inputs: Callable[[int], tuple[Any, ...]] = lambda number: (),
-        micro: int = 1,
-        before_step: Callable[[Pair], object] = lambda _: None,
-        autocast: torch.dtype | None = None,
-    ) -> Pair:
-        """With a scaler the gradients of the last rank overflow in step 4: no rank steps, all scales shrink."""
+    def train(self, before_step: Callable[[Pair], object] = lambda _: None) -> Pair:
         is_last = dist.get_rank() == dist.get_world_size() - 1
         for number in range(STEPS):
             factor = math.inf if self.scalers[0].is_enabled() and number == 4 and is_last else 1.0
-            for each in range(micro):
-                # A new context in each step: it keeps what it has cast.
-                with torch.autocast(self.place.device.type, autocast) if autocast else nullcontext():
-                    self.backward(micro * number + each, *inputs(number), sync=each == micro - 1, factor=factor)
+            for each in range(self.micro):
+                sync = each == self.micro - 1
+                self.backward(self.micro * number + each, *self.inputs(number), sync=sync, factor=factor)
             before_step(self)
             self.step()
         return self
 
     def compared(self, tolerance: Tolerance = None, *, states: bool = True) -> Difference:
-        """Parameters, what optimizers of elements remember, and on the first rank buffers, which are its own."""
+        """Parameters, what optimizers of elements remember, and on the first rank buffers, which are its own.
+
+        Raises `AssertionError` if scales differ, or if backwards went another way than was asked for.
+        """
         tolerance = tolerance(self.place) if callable(tolerance) else tolerance
         scales = [scaler.get_scale() for scaler in self.scalers]
         assert scales[0] == scales[1], f"scales: {scales}"
         if self.in_backward.get("overlap_forward"):
             dp_compile.optim.synchronize(self.ours)
-        check_way(self.place, self.ours, self.backwards)
+        counts = dp_compile.report(self.ours).backwards
+        found = {way: count for way, count in counts.items() if "without sync" not in way}
+        asked = {_WAYS[self.place.way]: self.backwards}
+        assert found == asked, f"{asked} backwards were asked for, there were {found}"
         theirs = getattr(self.theirs, "module", self.theirs)
         mine, other = named(self.ours.named_parameters()), named(theirs.named_parameters())
         if dist.get_rank() == 0:
@@ -320,14 +312,12 @@ def _pair(
     build: Callable[[], nn.Module] = Net,
     *,
     tolerance: Tolerance = None,
-    train: Mapping[str, Any] | None = None,
     ranks: tuple[int, ...] = (2, 4),
     needs: str = "",
     **options: Any,
 ) -> None:
-    """A feature that a `Pair` made with these options trains, by steps with the options `train`."""
-    run = lambda place: Pair(place, build, **options).train(**(train or {})).compared(tolerance)  # noqa: E731
-    _features.append(Feature(name, run, ranks, needs))
+    """A feature that a `Pair` made with these options trains."""
+    FEATURES[name] = Feature(lambda place: Pair(place, build, **options).train().compared(tolerance), ranks, needs)
 
 
 def of_half(place: Place) -> float:
@@ -340,16 +330,12 @@ def of_float16(place: Place) -> float:
     return max(1e-5, of_half(place))
 
 
-def check_way(place: Place, module: nn.Module, backwards: int) -> None:
-    """All synchronised backwards of a module went the way that was asked for."""
-    counts = dp_compile.report(module).backwards
-    found = {way: count for way, count in counts.items() if "without sync" not in way}
-    asked = {_WAYS[place.way]: backwards}
-    assert found == asked, f"{backwards} {place.way} backwards were asked for, there were {found}"
+def rounding(place: Place) -> float:
+    return max(1e-6, place.tolerance)
 
 
-def named(pairs: Any) -> dict[str, torch.Tensor]:
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in pairs}
+def named(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in tensors}
 
 
 def remembered(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -385,13 +371,16 @@ def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 _SPARE: Final = functools.partial(Net, spare=True)
 _BATCH_NORM: Final = functools.partial(Net, batch_norm=True)
-_ROUNDING: Final = lambda place: max(1e-6, place.tolerance)  # noqa: E731
 
 
 def _frozen() -> nn.Module:
     model = Net()
     model.layers[1].requires_grad_(False)
     return model
+
+
+def _synced() -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM())
 
 
 def _spare_is_used(number: int) -> tuple[bool]:
@@ -412,13 +401,12 @@ def divided(place: Place) -> Difference:
         for parameter in pair.theirs.parameters():
             parameter.grad /= 2
 
-    pair = Pair(place, config={"gradient_divide_factor": 2.0 * dist.get_world_size()})
-    return pair.train(before_step=halve).compared()
+    return Pair(place, config={"gradient_divide_factor": 2.0 * dist.get_world_size()}).train(halve).compared()
 
 
 _UNUSED: Final = {"find_unused_parameters": True}
-_pair("unused parameters are found", _SPARE, ddp=_UNUSED, train={"inputs": _spare_is_used}, **_UNUSED)
-_pair("no_sync, 4 backwards a step", train={"micro": 4})
+_pair("unused parameters are found", _SPARE, ddp=_UNUSED, inputs=_spare_is_used, **_UNUSED)
+_pair("no_sync, 4 backwards a step", micro=4)
 _pair("gradients kept, set_to_none=False", set_to_none=False)
 _pair("gradients as views of lasting buckets", ddp={"gradient_as_bucket_view": True}, gradient_as_bucket_view=True)
 _pair("convolutions", Convolutions)
@@ -426,9 +414,8 @@ _pair("channels_last", lambda: Convolutions().to(memory_format=torch.channels_la
 _pair("tied weights", functools.partial(Net, tied=True))
 _pair("frozen parameters", _frozen)
 _pair("static_graph", _SPARE, static_graph=True, ddp={"static_graph": True})
-_pair("BatchNorm buffers", _BATCH_NORM, tolerance=_ROUNDING)
-_SYNCED: Final = lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM())  # noqa: E731
-_pair("SyncBatchNorm", _SYNCED, tolerance=LOOSE, needs="cuda")
+_pair("BatchNorm buffers", _BATCH_NORM, tolerance=rounding)
+_pair("SyncBatchNorm", _synced, tolerance=LOOSE, needs="cuda")
 
 
 @_feature("two modules in one backward")
@@ -447,11 +434,10 @@ def two_modules(place: Place) -> Difference:
 
 @_feature("join(), uneven inputs")
 def joined(place: Place) -> Difference:
-    torch.manual_seed(0)
-    module = Net().to(place.device)
+    module = place.net()
     theirs = DistributedDataParallel(copy.deepcopy(module))
     ours = dp_compile.DistributedDataParallel(module, config=place.config())
-    place.unreplicate_later(module)
+    place.replicated.append(module)
     for wrapper, run in ((ours, torch.compile(ours, backend=place.compiler)), (theirs, theirs)):
         optimizer = sgd(wrapper.parameters())
         with wrapper.join():
@@ -469,7 +455,7 @@ _BF16_HOOK: Final = lambda: (None, default_hooks.bf16_compress_hook)  # noqa: E7
 _F16_HOOK: Final = lambda: (None, default_hooks.fp16_compress_hook)  # noqa: E731
 _BF16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}
 _F16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)}
-_ROUNDED: Final = ((lambda: (dp_compile.HookState(), Rounded())), (lambda: ({}, as_torch_s)))
+_ROUNDED: Final = (lambda: (dp_compile.HookState(), Rounded())), (lambda: ({}, as_torch_s))
 
 _pair("bf16 on the wire", config=_BF16_WIRE, hook=(None, _BF16_HOOK), tolerance=of_half)
 _pair("fp16 on the wire", config=_F16_WIRE, hook=(None, _F16_HOOK), tolerance=of_float16)
@@ -485,9 +471,7 @@ def power_sgd(place: Place) -> Difference:
     make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
     pair = Pair(place, config={"bucket_cap_mb": None}, hook=(make, make))
     pair.run = pair.ours
-    pair.train()
-    mine, other = named(pair.ours.named_parameters()), named(pair.theirs.module.named_parameters())
-    return compared(mine, other, max(1e-6, place.tolerance))
+    return pair.train().compared(rounding, states=False)
 
 
 @_feature("QuantizedHook int8, error feedback")
@@ -505,15 +489,13 @@ def quantized(place: Place) -> Difference:
         dist.all_gather(parts, own)
         everyone = [each.cpu().numpy() for each in parts]
         reduced, errors = reduced_by_formula(everyone, errors or [np.zeros_like(each) for each in everyone], hook)
-        offset = 0
-        for gradient in gradients:
-            flat = torch.from_numpy(reduced[offset : offset + gradient.numel()]).to(place.device)
-            gradient.copy_(flat.view_as(gradient))
-            offset += gradient.numel() + -gradient.numel() % hook.block
+        sizes = [each.numel() + -each.numel() % hook.block for each in gradients]
+        for gradient, flat in zip(gradients, torch.from_numpy(reduced).split(sizes), strict=True):
+            gradient.copy_(flat[: gradient.numel()].view_as(gradient))
 
     hooks = (lambda: (dp_compile.HookState(), hook)), None
     pair = Pair(place, config={"bucket_cap_mb": math.inf}, reference=lambda module: module, hook=hooks)
-    return pair.train(before_step=reduce).compared(2e-3, states=False)
+    return pair.train(reduce).compared(2e-3, states=False)
 
 
 # --- precision ----------------------------------------------------------------------------------------------------
@@ -527,23 +509,22 @@ def mixed_precision(place: Place) -> Difference:
     return Pair(place, reference=reference, mp_policy=policy).train().compared(of_half, states=False)
 
 
-_pair("bf16 autocast", train={"autocast": BF16}, tolerance=of_half)
-_pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocast": F16}, tolerance=of_half)
+_pair("bf16 autocast", autocast=BF16, tolerance=of_half)
+_pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, autocast=F16, tolerance=of_half)
 
 
 # --- optimizers: the reference has its optimizer whole, which has the same bits as in parts -----------------------
 
 _SHARD: Final = {"shard": True}
-_CLIPPED: Final[dict[str, Any]] = {"max_norm": 0.1, "tolerance": _ROUNDING}
+_CLIPPED: Final[dict[str, Any]] = {"max_norm": 0.1, "tolerance": rounding}
 _pair("in_backward", in_backward={})
 _pair("shard=True", in_backward=_SHARD)
 
 
 @_feature("shard=True, as ZeroRedundancyOptimizer")
 def sharded_as_zero(place: Place) -> Difference:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # loading it uses what torch itself deprecates
+
     # A large `eps`: the sign of a gradient near zero does not decide about a whole step.
     options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
     pair = Pair(place, make=functools.partial(torch.optim.AdamW, **options), in_backward=_SHARD)
@@ -567,9 +548,7 @@ _pair("shard=True, overlap_forward=True", in_backward=_SHARD | {"overlap_forward
 @_feature("averages of parameters, as torch's averager", ways=(EAGER,))
 def averaged(place: Place) -> Difference:
     """No gradient is reduced: nothing to capture."""
-    torch.manual_seed(0)
-    models = [Net().to(place.device)]
-    models.append(copy.deepcopy(models[0]))
+    models = [place.net() for _ in range(2)]
     two = averaging.PeriodicModelAverager(2, 1), averagers.PeriodicModelAverager(2, 1)
     for model, averager in zip(models, two, strict=True):
         optimizer = sgd(model.parameters())
@@ -585,12 +564,11 @@ def averaged(place: Place) -> Difference:
 @_feature("decentralize, all ranks mix")
 def decentralized(place: Place) -> Difference:
     """x(t + 1) = mean of x(t) - lr * gradient at this rank's own x(t)."""
-    torch.manual_seed(0)
-    ours = Net().to(place.device)
-    theirs, optimizer = copy.deepcopy(ours), torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours, theirs = place.net(), place.net()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     config = dp_compile.ReplicateConfig(backend=place.compiler)
     decentralize(ours, topology="complete", optimizer=optimizer, bucket_size_in_mb=SMALL_MB, config=config)
-    place.unreplicate_later(ours)
+    place.replicated.append(ours)
     run = torch.compile(ours, backend=place.compiler)
     for number in range(STEPS):
         loss_of(run(place.batch(number))).backward()
@@ -608,87 +586,3 @@ def decentralized(place: Place) -> Difference:
 
 _pair("two levels of network, 2 x 2", levels=True, ranks=(4,), tolerance=LOOSE)
 _pair("two levels of network, bf16 on the wire", levels=True, config=_BF16_WIRE, ranks=(4,), tolerance=2e-2)
-
-
-@_feature("tensor parallel, 2 x 2", ranks=(4,))
-def tensor_parallel(place: Place) -> Difference:
-    """The reference is the same model whole on each rank, in torch's DDP over the ranks that have other data."""
-    mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    pair = Pair(
-        place,
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
-        ddp={"process_group": mesh["dp"].get_group()},
-        prepare=lambda ours: parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}),
-        device_mesh=mesh["dp"],
-    )
-    pair.data_rank = mesh.get_local_rank("dp")
-    return pair.train().compared(LOOSE, states=False)
-
-
-FEATURES: Final = tuple(_features)
-
-
-# --- one after the other ------------------------------------------------------------------------------------------
-
-_runs: Final = itertools.count()
-_first_store: list[Any] = []  # of the first default group: it outlives groups that are made again
-
-
-def run_feature(
-    feature: Feature, device: torch.device | str, *, captured: bool, compiler: str = "aot_eager", within_s: float = 60.0
-) -> Verdict:
-    """Run a feature in the default process group; every rank calls it. Raises nothing that the feature raises.
-
-    What a rank has found the others learn through the store. If the feature raises on a rank, the default group is made
-    again, so the next feature can run. A rank waits `within_s` for the others once it has ended; at most `GRACE_S` if
-    it failed.
-
-    Raises:
-        RuntimeError: a rank has not ended: no other feature can run in these processes.
-    """
-    device, started, topic = torch.device(device), time.monotonic(), f"dp_compile.features/{next(_runs)}"
-    way = CAPTURED if captured else EAGER
-    if not _first_store:
-        _first_store.append(dist.distributed_c10d._get_default_store())
-    store = _first_store[0].clone()  # no other thread holds this connection while it waits
-    own: dict[str, Any] = {"passed": False, "broken": True, "detail": "", "largest": math.inf}
-    torch._dynamo.reset()
-    try:
-        with contextlib.ExitStack() as exits, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = feature.run(Place(device, compiler, way, exits))
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        own = {"passed": not result.name, "broken": False, "detail": str(result), "largest": result.largest}
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).strip() or "no text").splitlines()
-        own["detail"] = f"{type(error).__name__}: {' '.join(text[:3])} ({last.filename}:{last.lineno})"
-    store.set(f"{topic}/{dist.get_rank()}", json.dumps(own))
-    found: list[dict[str, Any]] = []
-    until = time.monotonic() + (min(GRACE_S, within_s) if own["broken"] else within_s)
-    for rank in range(dist.get_world_size()):
-        while not store.check([f"{topic}/{rank}"]):
-            if time.monotonic() > until:
-                raise RuntimeError(f"rank {rank} has not ended {feature.name!r}, {way}. This rank: {own['detail']}")
-            time.sleep(0.01)
-        found.append(json.loads(store.get(f"{topic}/{rank}")))
-    if any(each["broken"] for each in found):
-        _start_again(store, topic)
-    failed = [f"rank {rank}: {each['detail']}" for rank, each in enumerate(found) if not each["passed"]]
-    detail = " | ".join(failed) or max((each["detail"] for each in found), key=len)
-    largest = max(each["largest"] for each in found)
-    return Verdict(feature.name, way, not failed, detail, largest, time.monotonic() - started)
-
-
-def _start_again(store: Any, topic: str) -> None:
-    """Make the default process group once more, without what a failed collective has left in it."""
-    world = dist.group.WORLD
-    assert world is not None
-    given = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device_id": world.bound_device_id}
-    backend = dist.get_backend_config()
-    if (timeout := getattr(getattr(world, "options", None), "_timeout", None)) is not None:
-        given["timeout"] = timeout
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-    dist.init_process_group(backend, store=dist.PrefixStore(topic, store), **given)

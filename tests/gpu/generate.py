@@ -1,4 +1,4 @@
-"""A process of its own, for CUDA has to be played before torch is there: python generate.py results.json mlp tied ...
+"""A separate process, for CUDA has to be played before torch is there: python generate.py results.json mlp tied ...
 
 Captures the backward of each case on cuda:0 among eight ranks, lets Inductor generate its code for sm_90 and writes it
 down with its plan, a JSON object by the case's name. Fake tensors go through the graph: no kernel runs.
@@ -70,49 +70,40 @@ def padded() -> Subject:
     return nn.Sequential(nn.Linear(65, 63), nn.GELU(), nn.Linear(63, 65)), torch.randn(64, 65)
 
 
-def tied() -> Subject:
-    return Tied(), torch.randint(0, 97, (2, 11))
-
-
 @dataclass(frozen=True)
 class Case:
     """What is generated, and how.
 
     Args:
         make: the model and a batch.
+        cap: of a bucket, in bytes; 0: the planner's choice.
         dtype: of its parameters.
-        config: options of `ReplicateConfig`.
+        policy: for mixed precision.
         settings: of Inductor, by their names in torch's config.
         backwards: so many, each adds to the gradients of those before.
         nodes: on two levels of network, the ranks in so many nodes; 1: one level.
     """
 
     make: Callable[[], Subject]
+    cap: int = 0
     dtype: torch.dtype = torch.float32
-    config: Mapping[str, Any] = field(default_factory=dict)
+    policy: MixedPrecisionPolicy | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     backwards: int = 1
     nodes: int = 1
 
 
-def _capped(nbytes: int) -> dict[str, Any]:
-    return {"bucket_cap_mb": nbytes / 2**20}
-
-
-WIRE = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-HALF = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-PADDED = {"shape_padding": True, "force_shape_pad": True}
-
+BF16 = torch.bfloat16
 CASES = MappingProxyType(
     {
-        "mlp": Case(mlp, config=_capped(31_457)),
-        "odd": Case(odd, config=_capped(200)),
-        "embedding-bf16": Case(embedding, dtype=torch.bfloat16),
-        "kept": Case(tied, config=_capped(2_000), backwards=2),
-        "wire-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": WIRE}),
-        "policy-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": HALF}),
-        "two-level": Case(mlp, config=_capped(31_457), nodes=2),
-        "padded": Case(padded, settings=PADDED),
+        "mlp": Case(mlp, 31_457),
+        "odd": Case(odd, 200),
+        "embedding-bf16": Case(embedding, dtype=BF16),
+        "kept": Case(lambda: (Tied(), torch.randint(0, 97, (2, 11))), 2_000, backwards=2),
+        "wire-bf16": Case(mlp, 15_000, policy=MixedPrecisionPolicy(reduce_dtype=BF16)),
+        "policy-bf16": Case(mlp, 15_000, policy=MixedPrecisionPolicy(BF16, BF16)),
+        "two-level": Case(mlp, 31_457, nodes=2),
+        "padded": Case(padded, settings={"shape_padding": True, "force_shape_pad": True}),
     }
 )
 
@@ -128,29 +119,6 @@ class Squared(nn.Module):
         return self.inner(x).float().square().mean()
 
 
-class Run:
-    """The graphs of one case as they are compiled: their code, and the order of launches and waits in them."""
-
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode()
-        self.codes: list[str] = []
-        self.orders: list[str] = []
-
-    def compiled(self, graph: Any, code: str) -> played.Compiled:
-        """What stands for a compiled graph: fake tensors go through the graph."""
-        self.codes.append(code)
-        self.orders.append(graph_order(graph.graph))
-
-        def call(arguments: list[Any]) -> list[Any]:
-            fakes = list(arguments)
-            arguments.clear()
-            with self.mode:
-                outputs = torch.fx.Interpreter(graph).run(*fakes)
-            return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-
-        return call
-
-
 def graph_order(graph: torch.fx.Graph) -> str:
     """Launches and waits as the passes left them, each wait with its launch's number."""
     launches = [node for node in graph.nodes if is_collective(node)]
@@ -161,52 +129,61 @@ def graph_order(graph: torch.fx.Graph) -> str:
 
 def result_of(case: Case) -> dict[str, Any]:
     torch._dynamo.reset()
-    current.run = run = Run()
+    mode, codes, orders = FakeTensorMode(), list[str](), list[str]()
+
+    def compiled(graph: Any, code: str) -> Callable[[list[Any]], list[Any]]:
+        """What stands for a compiled graph: fake tensors go through the graph."""
+        codes.append(code)
+        orders.append(graph_order(graph.graph))
+
+        def call(arguments: list[Any]) -> list[Any]:
+            fakes = list(arguments)
+            arguments.clear()
+            with mode:
+                outputs = torch.fx.Interpreter(graph).run(*fakes)
+            return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+        return call
+
+    played.install(compiled)
     torch.set_default_dtype(case.dtype)
     try:
-        with run.mode, torch.device("cuda:0"):
+        with mode, torch.device("cuda:0"):
             model, x = case.make()
     finally:
         torch.set_default_dtype(torch.float32)
     # A mesh of CUDA devices would ask them for more than is played.
     mesh = None if case.nodes == 1 else init_device_mesh("cpu", (case.nodes, RANKS // case.nodes))
+    cap_mb = case.cap / 2**20 if case.cap else None
+    config = dp_compile.ReplicateConfig(check_reductions=False, bucket_cap_mb=cap_mb, mp_policy=case.policy)
     with torch._inductor.config.patch(dict(case.settings)):
-        config = dp_compile.ReplicateConfig(**{"check_reductions": False, **case.config})
         replicate_module(model, {}, config=config, device_mesh=mesh, needs_values=False)
-        compiled = torch.compile(Squared(model))
+        step = torch.compile(Squared(model))
         for _ in range(case.backwards):
-            compiled(x).backward()
+            step(x).backward()
     record = dp_compile.report(model)
-    result = {
-        "codes": [code for code in run.codes if "all_reduce_" in code],
-        "forwards": [code for code in run.codes if "all_reduce_" not in code],
-        "graph_orders": [order for order in run.orders if order],
-        "buckets": [
-            {
-                "stages": [stage.op for stage in bucket.key.reduction.stages],
-                "numels": list(bucket.key.reduction.numels(bucket.numel)),
-                "members": {each.label: [each.offset, each.numel] for each in bucket.members},
-            }
-            for bucket in record.plan.buckets
-        ],
+    buckets = [
+        {
+            "stages": [stage.op for stage in bucket.key.reduction.stages],
+            "numels": list(bucket.key.reduction.numels(bucket.numel)),
+            "members": {each.label: [each.offset, each.numel] for each in bucket.members},
+        }
+        for bucket in record.plan.buckets
+    ]
+    unreplicate(model)
+    return {
+        "codes": [code for code in codes if "all_reduce_" in code],
+        "forwards": [code for code in codes if "all_reduce_" not in code],
+        "graph_orders": [order for order in orders if order],
+        "buckets": buckets,
         "copied": [each.gradient for each in record.captures[-1].placements if each.is_copied],
     }
-    unreplicate(model)
-    return result
-
-
-class current:
-    """Whose graphs are compiled now."""
-
-    run: Run
 
 
 def main(target: str, *names: str) -> None:
-    played.install()
     cast(dict[str, Backend], CLASSES)["FakeProcessGroup"] = FABRIC
     dist.Backend.register_backend("fabric", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group("fabric", store=FakeStore(), rank=0, world_size=RANKS)
-    played.keep_nothing(lambda graph, code: current.run.compiled(graph, code))
     results = {}
     for name in names:
         try:

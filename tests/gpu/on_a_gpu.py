@@ -1,15 +1,14 @@
 """`.ci/gpu [first|second] [--rehearse] [--out DIR]`: runs the experiments G1 to G9 and writes a table of claims.
 
-The runner imports no torch. Each experiment of `experiments.py` is a set of processes with one time-out. A process
-appends a line of JSON to `results.jsonl` as soon as it has a result, so a run that is cut keeps its numbers. The table
-`summary.md` is written again after each experiment, from these lines alone.
+Each experiment of `experiments.py` is a set of processes with one time-out. A process appends a line of JSON to
+`results.jsonl` as soon as it has a result, so a run that is cut keeps its numbers. The table `summary.md` is written
+again after each experiment, from these lines alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.util
 import json
 import os
@@ -22,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ WHOLE = "its processes end by themselves"
 PATIENCE = 3
 """By how much limits of a rehearsal are longer. Two idle cores take less than a GPU is given, but cores are shared."""
 STOPPED = "was stopped"
-MOST_DEATHS = 4
+MOST_STARTS = 5
 GRACE_S = 10.0
 """How long the other ranks of a group may go on after one of them died."""
 CACHE = Path(os.environ.get("DP_COMPILE_GPU_CACHE", "/tmp/dp_compile_gpu"))
@@ -48,27 +46,42 @@ PLANNED, NOT_RUN, OUT_OF_TIME, BEGUN = "planned", "not run", "not run (time)", "
 WORST_FIRST = (FAILED, OUT_OF_TIME, NOT_RUN, NEEDS_A_GPU, PASSED, MEASURED, PLANNED)
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the experiments are adapted to.
+
+    `nccl`: its version, zeros without a GPU. `features`: a pattern for those of G2. `patience`: times limits.
+    """
+
+    gpus: int = 0
+    nccl: tuple[int, ...] = (0, 0, 0)
+    rehearse: bool = False
+    features: str = ""
+    patience: float = 1.0
+
+    @property
+    def cards(self) -> int:
+        """The ranks of experiments on the real network: one for each GPU."""
+        return max(1, min(self.gpus, 8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Machine):
     """What a process of an experiment is given: which one it is, where it runs, from when until when (Unix times).
 
-    `features`: a pattern for those of G2. `again`: it was started before, and died.
+    `roles`: all of its wave. `again`: the experiment was started before, and a process died.
     """
 
     experiment: str
-    role: str
-    rank: int
-    ranks: int
-    device: str
-    rehearse: bool
-    gpus: int
-    features: str
-    patience: float
-    again: bool
     out: str
     scratch: str
-    begun_s: float
     until_s: float
+    again: bool = False
+    role: str = "judge"
+    roles: Sequence[str] = ()
+    rank: int = 0
+    ranks: int = 1
+    begun_s: float = 0.0
 
     @property
     def results(self) -> Path:
@@ -82,6 +95,10 @@ class Task:
         """The result for one claim. A claim of several ranks has passed if it has on each."""
         status = (PASSED if status else FAILED) if isinstance(status, bool) else status
         append(self.results, line(self.experiment, claim, status, figure, detail, role=self.role, rank=self.rank))
+
+    def waiting(self) -> list[str]:
+        """Planned claims without a result."""
+        return [row["claim"] for row in rows_of(self.results, self.experiment) if row["status"] == PLANNED]
 
     def publish(self, name: str, value: Any) -> None:
         """For other processes of the experiment, in a small file: it outlives a process that was killed."""
@@ -121,22 +138,6 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the experiments are adapted to. `nccl`: its version, `(0, 0, 0)` without a GPU. `patience`: times limits."""
-
-    gpus: int
-    nccl: tuple[int, ...]
-    rehearse: bool
-    features: str = ""
-    patience: float = 1.0
-
-    @property
-    def ranks(self) -> int:
-        """Of experiments on the real network: one for each GPU."""
-        return max(1, min(self.gpus, 8))
-
-
-@dataclass(frozen=True)
 class Experiment:
     """`processes(machine)` start together. `limit_s`: on a GPU. `judge`: records what processes left that may die.
 
@@ -152,13 +153,17 @@ class Experiment:
     judge: Callable[[Task], None] | None = None
 
 
+# --- the experiments ------------------------------------------------------------------------------------------------
+
+
 def roles(*names: str, ranks: int = 1, **given: Any) -> list[Process]:
     return [Process(name, rank, ranks, **given) for name in names for rank in range(ranks)]
 
 
-def pair(machine: Machine, role: str, **given: Any) -> list[Process]:
-    """Two ranks: on two GPUs if there are two, else on one."""
-    return [Process(role, rank, 2, environment=nccl_settings(machine, rank), **given) for rank in range(2)]
+def pairs(machine: Machine, *names: str, **more: str) -> list[Process]:
+    """Two ranks of each role: on two GPUs if there are two, else on one. `more`: variables."""
+    found = roles(*names, ranks=2, may_die=bool(more))
+    return [replace(each, environment=nccl_settings(machine, each.rank) | more) for each in found]
 
 
 def nccl_settings(machine: Machine, rank: int) -> dict[str, str]:
@@ -177,35 +182,32 @@ def nccl_settings(machine: Machine, rank: int) -> dict[str, str]:
 
 
 def g1(machine: Machine) -> list[Process]:
-    peers = ("python_reducer",) if machine.ranks > 1 else ()
-    return roles("ours", "compute", "ddp", "ddp_compiled", *peers, ranks=machine.ranks)
+    peers = ("python_reducer",) if machine.cards > 1 else ()
+    return roles("ours", "compute", "ddp", "ddp_compiled", *peers, ranks=machine.cards)
 
 
 def g2(machine: Machine) -> list[Process]:
     """Pairs of ranks at the same time: with one, the GPU would wait for its compiler."""
     rehearsed = ("stand-in captured", "stand-in eager", "gloo captured")
-    names = rehearsed if machine.rehearse else ("nccl captured", "nccl eager")
-    return [each for name in names for each in pair(machine, name)]
+    return pairs(machine, *(rehearsed if machine.rehearse else ("nccl captured", "nccl eager")))
 
 
 def g3(machine: Machine) -> list[Process]:
-    cases = ("kill stand-in", "skip gloo") if machine.rehearse else ("kill", "skip", "kill reading", "kill blocking")
-    more = {case: {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"} for case in cases}  # else the watchdog first writes a record
-    if not machine.rehearse:
-        more["kill blocking"]["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    made = [each for case in cases for each in pair(machine, case, may_die=True)]
-    return [replace(each, environment={**each.environment, **more[each.role]}) for each in made]
+    no_record = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # else the watchdog first writes one
+    if machine.rehearse:
+        return pairs(machine, "kill stand-in", "skip gloo", **no_record)
+    blocking = pairs(machine, "kill blocking", **no_record, TORCH_NCCL_BLOCKING_WAIT="1")
+    return pairs(machine, "kill", "skip", "kill reading", **no_record) + blocking
 
 
 def judge_g3(task: Task) -> None:
     """What the rank that is left printed, and when it ended."""
-    scratch = Path(task.scratch)
     known = {"": "nccl", "reading": "nccl, the loop reads each loss", "blocking": "nccl, TORCH_NCCL_BLOCKING_WAIT=1"}
-    for case in sorted(path.name.split(".")[1] for path in scratch.glob("out.*.0")):
+    for log in sorted(Path(task.scratch).glob("out.*.0")):
+        case, printed = log.name.split(".")[1], log.read_text(errors="replace")
         fault, _, how = case.partition(" ")
         what = {"kill": "rank 1 is killed in a backward", "skip": "rank 1 skips a step"}[fault]
         claim, ended = f"{what} ({known.get(how, how)})", task.published(f"ended.{case}.0")
-        printed = (scratch / f"out.{case}.0").read_text(errors="replace")
         task.record(f"{claim}: rank 0 ends", ended["code"] is not None, f"{ended['seconds']:.0f} s after the start")
         lines = [each for each in printed.splitlines() if "rank 1" in each and "synchronised backward" in each]
         figure = lines[-1][-400:] if lines else ""
@@ -224,34 +226,17 @@ def g4(machine: Machine) -> list[Process]:
 
 def judge_g4(task: Task) -> None:
     """What the tools wrote at the end of their logs."""
-    for tool, mark in (("memcheck", "ERROR SUMMARY: 0 errors"), ("racecheck", "RACECHECK SUMMARY: 0 hazards")):
-        claim, log = f"{tool} finds nothing in one step", Path(task.scratch, f"{tool}.log")
-        text = log.read_text(errors="replace") if log.exists() else ""
-        summaries = [each for each in text.splitlines() if "SUMMARY" in each]
-        if task.rehearse:
-            task.record(claim, NEEDS_A_GPU)
-        elif not shutil.which("compute-sanitizer"):
-            task.record(claim, NOT_RUN, "no compute-sanitizer here")
-        elif summaries:
-            task.record(claim, mark in summaries[-1], summaries[-1].strip("= "), text[:1500])
-        else:
-            task.record(claim, _never_ended(task, f"{tool}.0"), detail=f"no summary in its log: {text[-1000:]}")
-
-
-def _never_ended(task: Task, name: str) -> str:
-    """The status of a claim whose process has left no result: it died, or its time was up."""
-    ended = task.published(f"ended.{name}")
-    return OUT_OF_TIME if ended is None or ended["code"] is None else FAILED
+    for log in sorted(Path(task.scratch).glob("*check.log")):
+        text = log.read_text(errors="replace")
+        for last in [each for each in text.splitlines() if "SUMMARY" in each][-1:]:
+            passed = "ERROR SUMMARY: 0 errors" in last or "RACECHECK SUMMARY: 0 hazards" in last
+            task.record(f"{log.stem} finds nothing in one step", passed, last.strip("= "), text[:1500])
 
 
 def g5(machine: Machine) -> list[Process]:
     modes = ("ours", "ddp") if machine.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
     found = roles(*(f"{mode}@{ranks}" for ranks in ((8,) if machine.rehearse else (8, 64)) for mode in modes))
-    return found + (roles("ours@nccl", ranks=machine.ranks, wave=1) if machine.ranks > 1 else [])
-
-
-def g8(machine: Machine) -> list[Process]:
-    return roles("graph", *(() if machine.rehearse else ("reduce-overhead",)))
+    return found + (roles("ours@nccl", ranks=machine.cards, wave=1) if machine.cards > 1 else [])
 
 
 def g9(machine: Machine) -> list[Process]:
@@ -265,19 +250,6 @@ def g9(machine: Machine) -> list[Process]:
     return found
 
 
-def judge_g9(task: Task) -> None:
-    """How long the processes took that have published it."""
-    names = {path.name.split(".")[1].rpartition(" ")[0] for path in Path(task.scratch).glob("out.*.0")}
-    for when in ("cold", "warm"):
-        for mode in sorted(names, key=lambda each: (not each.startswith("ours"), each)):
-            claim = f"{when} start, {mode}: seconds until three steps are done"
-            if (ends_s := task.published(f"start.{mode}.{when}")) is None:
-                task.record(claim, _never_ended(task, f"{mode} {when}.0"))
-                continue
-            steps = ", ".join(f"{end - begin:.1f}" for begin, end in pairwise(ends_s))
-            task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ends_s[0]:.1f}, steps {steps})")
-
-
 EXPERIMENTS = (
     Experiment("G1", "one rank: our step, plain compile, DDP, compiled DDP", "first", 80, g1),
     Experiment("G2", "two ranks: every feature, bits equal to torch's DDP", "first", 110, g2),
@@ -286,127 +258,92 @@ EXPERIMENTS = (
     Experiment("G5", "overlap on a simulated network of 8 and 64 ranks", "second", 100, g5),
     Experiment("G6", "what a collective's blocks take from products", "second", 30, lambda _: roles("copies")),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
-    Experiment("G8", "CUDA graphs", "second", 45, g8),
-    Experiment("G9", "start of a process, cold and warm", "second", 80, g9, judge_g9),
+    Experiment("G8", "CUDA graphs", "second", 45, lambda _: roles("graph", "reduce-overhead")),
+    Experiment("G9", "start of a process, cold and warm", "second", 80, g9),
 )
 
 
 # --- one experiment -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Run:
-    """One call of `.ci/gpu`. `end_s`: when the part in progress has to be over, on the monotonic clock."""
+def run(experiment: Experiment, machine: Machine, out: Path, end_s: float) -> None:
+    """Start its processes, wait, kill what is left; report what has no result. `end_s`: on the monotonic clock."""
+    name, begin_s = experiment.name, time.monotonic()
+    limit_s, results, died = min(experiment.limit_s * machine.patience, end_s - begin_s), out / "results.jsonl", []
+    append(results, line(name, WHOLE, BEGUN))
+    if limit_s < 10:
+        return append(results, line(name, WHOLE, OUT_OF_TIME, "the part's 280 s were used up"))
+    with tempfile.TemporaryDirectory(prefix=f"dp_compile-{name}-") as scratch:
+        given = {**asdict(machine), "experiment": name, "out": str(out), "scratch": scratch}
+        task = Task(**given, until_s=time.time() + limit_s)
+        for start in range(MOST_STARTS):
+            ended = _run_once(experiment, machine, replace(task, again=start > 0))
+            died += [f"{each} {how}" for each, how in ended.items() if how]
+            examined = {task.published(f"now.{each}"): how for each, how in ended.items() if how not in ("", STOPPED)}
+            deadly = [claim for claim in examined if claim in task.waiting()]
+            append(results, *(line(name, claim, FAILED, detail=examined[claim]) for claim in deadly))
+            if not any(examined) or not task.waiting() or task.until_s - time.time() < 15:
+                break
+    seconds = time.monotonic() - begin_s
+    if seconds >= limit_s:
+        status = left = OUT_OF_TIME
+        figure = why = f"stopped after {limit_s:.0f} s"
+    else:
+        status, left = FAILED if died else PASSED, FAILED
+        figure, why = f"{seconds:.0f} s", "; ".join(died)
+    append(results, *(line(name, claim, left, detail=why) for claim in task.waiting()))
+    append(results, line(name, WHOLE, status, figure, why))
 
-    out: Path
-    machine: Machine
-    device: str
-    end_s: float = 0.0
 
-    @property
-    def results(self) -> Path:
-        return self.out / "results.jsonl"
-
-    def run(self, experiment: Experiment) -> None:
-        """Start its processes, wait, kill what is left; report what has no result."""
-        name, begin_s = experiment.name, time.monotonic()
-        limit_s = min(experiment.limit_s * self.machine.patience, self.end_s - begin_s)
-        append(self.results, line(name, WHOLE, BEGUN))
-        if limit_s < 10:
-            return append(self.results, line(name, WHOLE, OUT_OF_TIME, "the part's 280 s were used up"))
-        died: list[str] = []
-        with tempfile.TemporaryDirectory(prefix=f"dp_compile-{name}-") as scratch:
-            for again in range(1 + MOST_DEATHS):
-                task = self._task(experiment, scratch, begin_s + limit_s, again > 0)
-                ended = self._once(experiment, task)
-                died += [f"{each} {how}" for each, how in ended.items() if how]
-                examined = {
-                    task.published(f"now.{each}"): how for each, how in ended.items() if how not in ("", STOPPED)
-                }
-                deadly = {claim: how for claim, how in examined.items() if claim in self._waiting(name)}
-                append(self.results, *(line(name, claim, FAILED, detail=how) for claim, how in deadly.items()))
-                if not deadly or not self._waiting(name) or task.until_s - time.time() < 15:
-                    break
-        seconds = time.monotonic() - begin_s
-        if seconds >= limit_s:
-            status, figure, why = OUT_OF_TIME, f"stopped after {limit_s:.0f} s", f"stopped after {limit_s:.0f} s"
-        else:
-            status, figure, why = FAILED if died else PASSED, f"{seconds:.0f} s", "; ".join(died)
-        left = OUT_OF_TIME if status == OUT_OF_TIME else FAILED
-        append(self.results, *(line(name, claim, left, detail=why) for claim in self._waiting(name)))
-        append(self.results, line(name, WHOLE, status, figure, why))
-
-    def _waiting(self, experiment: str) -> list[str]:
-        return [row["claim"] for row in rows_of(self.results, experiment) if row["status"] == PLANNED]
-
-    def _task(self, experiment: Experiment, scratch: str, end_s: float, again: bool) -> Task:
-        """That of the judge; those of processes have their role, ranks and start."""
-        machine, now_s = self.machine, time.time()
-        return Task(
-            experiment=experiment.name,
-            role="judge",
-            rank=0,
-            ranks=1,
-            device=self.device,
-            rehearse=machine.rehearse,
-            gpus=machine.gpus,
-            features=machine.features,
-            patience=machine.patience,
-            again=again,
-            out=str(self.out),
-            scratch=scratch,
-            begun_s=now_s,
-            until_s=now_s + end_s - time.monotonic(),
-        )
-
-    def _once(self, experiment: Experiment, task: Task) -> dict[str, str]:
-        """By process how it died; an empty text if it ended well, or as it was meant to."""
-        ended: dict[str, str] = {}
-        shutil.rmtree(task.scratch, ignore_errors=True)
-        Path(task.scratch).mkdir()
-        processes = experiment.processes(self.machine)
-        for wave in sorted({each.wave for each in processes}):
-            started: list[_Started] = []
-            try:
-                started += (_Started(each, task, self.machine) for each in processes if each.wave == wave)
-                ended |= _wait(started, task)
-            finally:
-                with (self.out / "log.txt").open("a") as whole:
-                    for each in started:
-                        each.kill()
-                        how = ended.get(each.process.name) or "ended"
-                        whole.write(f"--- {experiment.name} {each.process.name}: {how}\n{each.printed()[-60_000:]}\n")
-        if experiment.judge is not None:
-            try:
-                experiment.judge(task)
-            except (OSError, ValueError, LookupError, TypeError) as error:  # the experiments after this one still run
-                ended["judge.0"] = f"{type(error).__name__}: {error}"
-        return ended
+def _run_once(experiment: Experiment, machine: Machine, task: Task) -> dict[str, str]:
+    """By process how it died; an empty text if it ended well, or as it was meant to."""
+    ended: dict[str, str] = {}
+    shutil.rmtree(task.scratch, ignore_errors=True)
+    Path(task.scratch).mkdir()
+    processes = experiment.processes(machine)
+    for wave in sorted({each.wave for each in processes}):
+        started: list[_Started] = []
+        together = [each for each in processes if each.wave == wave]
+        names = tuple(dict.fromkeys(each.role for each in together))
+        try:
+            started += (_Started(each, replace(task, roles=names)) for each in together)
+            ended |= _wait(started, task)
+        finally:
+            with Path(task.out, "log.txt").open("a") as whole:
+                for each in started:
+                    each.kill()
+                    how = ended.get(each.process.name) or "ended"
+                    whole.write(f"--- {experiment.name} {each.process.name}: {how}\n{each.printed()[-60_000:]}\n")
+    if experiment.judge is not None:
+        try:
+            experiment.judge(task)
+        except (OSError, ValueError, LookupError, TypeError) as error:  # the experiments after this one still run
+            ended["judge.0"] = f"{type(error).__name__}: {error}"
+    return ended
 
 
 class _Started:
     """A process that runs, with all that it starts in one session."""
 
-    def __init__(self, process: Process, task: Task, machine: Machine) -> None:
+    def __init__(self, process: Process, task: Task) -> None:
         self.process, self._log = process, Path(task.scratch, f"out.{process.name}")
         given = replace(task, role=process.role, rank=process.rank, ranks=process.ranks, begun_s=time.time())
         command = [*process.prefix, sys.executable, str(HERE / "experiments.py"), json.dumps(asdict(given))]
-        environment = {
-            **os.environ,
+        own = {
             "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
             "TRITON_CACHE_DIR": str(CACHE / "triton"),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
-            **({"CUDA_VISIBLE_DEVICES": ""} if machine.rehearse else {}),
+            **({"CUDA_VISIBLE_DEVICES": ""} if task.rehearse else {}),
             **process.environment,
         }
         command = [part.replace("{scratch}", task.scratch) for part in command]
-        environment = {name: value.replace("{scratch}", task.scratch) for name, value in environment.items()}
+        own = {name: value.replace("{scratch}", task.scratch) for name, value in own.items()}
         with self._log.open("ab") as to:
-            both = {"stdout": to, "stderr": subprocess.STDOUT}
-            self._popen = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **both)
+            more: dict[str, Any] = {"cwd": ROOT, "env": os.environ | own, "start_new_session": True}
+            self._popen = subprocess.Popen(command, stdout=to, stderr=subprocess.STDOUT, **more)
 
     def code(self) -> int | None:
         return self._popen.poll()
@@ -481,6 +418,10 @@ def _lines(results: Path) -> Iterator[dict[str, Any]]:
 
 def summary(rows: Sequence[Mapping[str, Any]], head: str) -> str:
     """The table for people."""
+
+    def cell(text: Any, most: int | None = None) -> str:
+        return " ".join(str(text).split())[:most].replace("|", "/")
+
     counts = {status: sum(row["status"] == status for row in rows) for status in WORST_FIRST}
     counted = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
     lines = [f"# {head}", "", counted, "", "| | claim | | figure |", "|---|---|---|---|"]
@@ -489,69 +430,46 @@ def summary(rows: Sequence[Mapping[str, Any]], head: str) -> str:
         if row["experiment"] in titles:
             lines.append(f"| **{row['experiment']}** | **{titles.pop(row['experiment'])}** | | |")
         status = f"**{row['status']}**" if row["status"] == FAILED else row["status"]
-        cells = "", row["claim"], status, row.get("figure", "")
-        lines.append("| " + " | ".join(" ".join(str(cell).replace("|", "/").split()) for cell in cells) + " |")
-    details = [row for row in rows if row["status"] == FAILED and row.get("detail")]
-    lines += ["", "## Details", ""] if details else []
-    for row in details:
-        lines += [f"- {row['experiment']}, {row['claim']}: {' '.join(str(row['detail']).split())[:1500]}"]
-    return "\n".join(lines) + "\n"
-
-
-# --- the machine ----------------------------------------------------------------------------------------------------
-
-PROBE = """
-import json, torch
-cuda = torch.cuda.is_available()
-has_nccl = cuda and torch.distributed.is_nccl_available()
-print(json.dumps({
-    "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count() if cuda else 0,
-    "name": torch.cuda.get_device_name() if cuda else "", "nccl": torch.cuda.nccl.version() if has_nccl else [0, 0, 0],
-}))
-"""
-
-
-def probe() -> dict[str, Any]:
-    """What torch sees, asked in another process; empty if it cannot be imported."""
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
-
-
-def missing(seen: Mapping[str, Any], *, rehearse: bool) -> list[str]:
-    """What is not there, each with what to do."""
-    needed = NEEDED if rehearse else (*NEEDED, "triton")  # Inductor needs it on a GPU
-    lacks = [f"no Python package {name}: pip install it" for name in needed if importlib.util.find_spec(name) is None]
-    if "torch" not in seen:
-        return [*lacks, f"torch cannot be imported: {seen.get('error', '')}"]
-    version = tuple(int(part) for part in seen["torch"].split("+")[0].split(".")[:2])
-    if version < OLDEST:
-        lacks.append(f"torch {seen['torch']} is too old: {OLDEST[0]}.{OLDEST[1]} or newer")
-    if rehearse:
-        return lacks
-    if seen["cuda"] is None:
-        lacks.append(f"torch {seen['torch']} was built without CUDA: install a build with it, or --rehearse")
-    elif not seen["gpus"]:
-        lacks.append("no GPU that torch can use: nvidia-smi says whether the driver sees one; or --rehearse")
-    elif not any(seen["nccl"]):
-        lacks.append("torch was built without NCCL")
-    return lacks
-
-
-def about(seen: Mapping[str, Any]) -> str:
-    """The text of `machine.txt`."""
-    lines = [f"date {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}", platform.platform()]
-    lines += [f"Python {platform.python_version()}, {os.cpu_count()} cores", json.dumps(seen)]
-    for command in (("git", "rev-parse", "HEAD"), ("git", "status", "--short"), ("nvidia-smi",)):
-        both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        try:
-            printed = subprocess.run(command, cwd=ROOT, text=True, timeout=30, check=False, **both).stdout
-        except (OSError, subprocess.TimeoutExpired) as error:
-            printed = str(error)
-        lines += [f"$ {' '.join(command)}", printed]
+        lines.append(f"|  | {cell(row['claim'])} | {status} | {cell(row.get('figure', ''))} |")
+    failed = [row for row in rows if row["status"] == FAILED and row.get("detail")]
+    lines += ["", "## Details", ""] * bool(failed)
+    lines += [f"- {row['experiment']}, {row['claim']}: {cell(row['detail'], 1500)}" for row in failed]
     return "\n".join(lines) + "\n"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
+
+
+def missing(*, rehearse: bool) -> list[str]:
+    """What is not there, each with what to do. On a GPU Inductor needs Triton."""
+    needed = NEEDED if rehearse else (*NEEDED, "triton")
+    lacks = [f"no Python package {name}: pip install it" for name in needed if importlib.util.find_spec(name) is None]
+    if lacks:
+        return lacks
+    import torch
+
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < OLDEST:
+        lacks.append(f"torch {torch.__version__} is too old: {OLDEST[0]}.{OLDEST[1]} or newer")
+    if not rehearse and torch.version.cuda is None:
+        lacks.append(f"torch {torch.__version__} was built without CUDA: install a build with it, or --rehearse")
+    elif not rehearse and not torch.cuda.is_available():
+        lacks.append("no GPU that torch can use: nvidia-smi says whether the driver sees one; or --rehearse")
+    elif not rehearse and not torch.distributed.is_nccl_available():
+        lacks.append("torch was built without NCCL")
+    return lacks
+
+
+def about(head: str) -> str:
+    """The text of `machine.txt`."""
+    lines = [head, platform.platform(), f"Python {platform.python_version()}, {os.cpu_count()} cores"]
+    for command in (("git", "rev-parse", "HEAD"), ("git", "status", "--short"), ("nvidia-smi",)):
+        try:
+            done = subprocess.run(command, cwd=ROOT, text=True, timeout=30, check=False, capture_output=True)
+            printed = done.stdout + done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            printed = str(error)
+        lines += [f"$ {' '.join(command)}", printed]
+    return "\n".join(lines) + "\n"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -567,33 +485,36 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: nothing failed; 1: something failed, or cannot start; 3: nothing failed, but not everything was run."""
-    begin_s, asked, seen = time.monotonic(), parsed(arguments), probe()
-    for each in (lacks := missing(seen, rehearse=asked.rehearse)):
+    begin_s, asked = time.monotonic(), parsed(arguments)
+    for each in (lacks := missing(rehearse=asked.rehearse)):
         print(f"missing: {each}", file=sys.stderr)
     if lacks:
         return 1
+    import torch
+
     out: Path = (asked.out or ROOT / "gpu-results" / time.strftime("%Y-%m-%d-%H%M")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "machine.txt").write_text(about(seen))
-    gpus, patience = 0 if asked.rehearse else seen["gpus"], asked.patience or (PATIENCE if asked.rehearse else 1)
-    machine = Machine(gpus, tuple(seen["nccl"]), asked.rehearse, asked.features, patience)
-    run = Run(out, machine, "cpu" if asked.rehearse else "cuda")
+    patience, where = asked.patience or (PATIENCE if asked.rehearse else 1), "a rehearsal on a CPU"
+    machine = Machine(rehearse=asked.rehearse, features=asked.features, patience=patience)
+    if not asked.rehearse:
+        machine = replace(machine, gpus=torch.cuda.device_count(), nccl=torch.cuda.nccl.version())
+        where = f"{machine.gpus} x {torch.cuda.get_device_name()}, NCCL {machine.nccl}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of an experiment are killed too
-    where = "a rehearsal on a CPU" if asked.rehearse else f"{gpus} x {seen['name']}, NCCL {seen['nccl']}"
-    head = f".ci/gpu, {time.strftime('%Y-%m-%d %H:%M')}: {where}, torch {seen['torch']}"
+    head = f".ci/gpu, {time.strftime('%Y-%m-%d %H:%M')}: {where}, torch {torch.__version__}"
+    (out / "machine.txt").write_text(about(head))
     print(f"results: {out}", flush=True)
     names = set(asked.only.split(",")) if asked.only else {each.name for each in EXPERIMENTS}
     for part in (asked.part,) if asked.part else ("first", "second"):
-        run.end_s = begin_s + PART_S * machine.patience
+        end_s = begin_s + PART_S * machine.patience
         for experiment in (each for each in EXPERIMENTS if each.part == part and each.name in names):
-            run.run(experiment)
-            rows = rows_of(run.results)
+            run(experiment, machine, out, end_s)
+            rows = rows_of(out / "results.jsonl")
             (out / "summary.md").write_text(summary(rows, head))
             for row in (row for row in rows if row["experiment"] == experiment.name):
                 figure = f": {row['figure']}" if row.get("figure") else ""
                 print(f"{row['experiment']} {row['status']}: {row['claim']}{figure}", flush=True)
         begin_s = time.monotonic()
-    statuses = {row["status"] for row in rows_of(run.results) if row["experiment"] in names}
+    statuses = {row["status"] for row in rows_of(out / "results.jsonl") if row["experiment"] in names}
     return 1 if FAILED in statuses else 3 if statuses & {OUT_OF_TIME, NOT_RUN} else 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
-from features import CAPTURED, FEATURES, Difference, Feature, Net, Place, Verdict, run_feature
+from features import CAPTURED, EAGER, FEATURES, Difference, Net, run_feature
 from meshes import keep_groups
 from torch import nn
 
@@ -24,27 +23,7 @@ from dp_compile.plan.reduction import Averaging, Levels
 from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
-BY_NAME = {feature.name: feature for feature in FEATURES}
 INT8 = "QuantizedHook int8, error feedback"
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[Ranks]:
-    """Two ranks whose default group is to be a stand-in for NCCL."""
-    ranks = Ranks(2, "forkserver")
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4, "forkserver")
-    yield ranks
-    ranks.stop()
-
-
-# --- every feature ------------------------------------------------------------------------------------------------
-
 BY_DAY = {
     *("bucket_cap_mb", "bf16 on the wire", INT8),
     *("shard=True", "shard=True, clipped, scaled, inf on one rank", "shard=True, overlap_forward=True"),
@@ -63,43 +42,54 @@ FORMS: dict[str, set[str]] = {
 """What has to be launched; torch's DDP in the same run launches `all_reduce sum` and broadcasts."""
 
 
-def run_one(name: str, captured: bool) -> tuple[Verdict, Counter[str]]:
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """Two and four ranks, whose default group is to be a stand-in for NCCL."""
+    made = {size: Ranks(size, "forkserver") for size in (2, 4)}
+    yield made
+    for each in made.values():
+        each.stop()
+
+
+# --- every feature ------------------------------------------------------------------------------------------------
+
+
+def run_one(name: str, way: str) -> tuple[Difference, Counter[str]]:
     keep_groups()
     nccl_stand_in.use()
     before = Counter(nccl_stand_in.launched)
-    verdict = run_feature(BY_NAME[name], "cpu", captured=captured, within_s=180.0)  # on cores that are shared
-    return verdict, nccl_stand_in.launched - before
+    difference = run_feature(FEATURES[name], torch.device("cpu"), way)
+    return difference, nccl_stand_in.launched - before
 
 
 def check(ranks: Ranks, name: str, way: str) -> None:
-    for verdict, launched in ranks.run(run_one, name, way == CAPTURED):
-        assert verdict.passed, verdict
+    for difference, launched in ranks.run(run_one, name, way):
+        assert not difference.name, str(difference)
         assert FORMS.get(name, set()) <= set(launched), launched
         assert name == INT8 or "all_to_all" not in launched, "a reduce-scatter in two steps, as for gloo"
 
 
 def cases(ranks: int) -> Iterator[Any]:
-    for feature in (each for each in FEATURES if ranks in each.ranks):
-        for way in feature.ways:
-            by_night = ranks == 4 or (way == CAPTURED and feature.name not in BY_DAY)
+    for name, feature in FEATURES.items():
+        for way in feature.ways if ranks in feature.ranks else ():
+            by_night = ranks == 4 or (way == CAPTURED and name not in BY_DAY)
             needs = pytest.mark.skipif(bool(feature.needs), reason=f"needs {feature.needs}")
-            marks = (needs, pytest.mark.nightly) if by_night else (needs,)
-            yield pytest.param(feature.name, way, marks=marks, id=f"{feature.name}-{way}")
+            yield pytest.param(name, way, marks=[needs, pytest.mark.nightly][: 1 + by_night], id=f"{name}-{way}")
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases(2)))
-def test_as_torch(stand_in: Ranks, name: str, way: str) -> None:
-    check(stand_in, name, way)
+def test_as_torch(pools: dict[int, Ranks], name: str, way: str) -> None:
+    check(pools[2], name, way)
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases(4)))
-def test_as_torch_on_four_ranks(four: Ranks, name: str, way: str) -> None:
-    check(four, name, way)
+def test_as_torch_on_four_ranks(pools: dict[int, Ranks], name: str, way: str) -> None:
+    check(pools[4], name, way)
 
 
-@pytest.mark.parametrize("way", ["captured", "eager"])
-def test_two_levels_by_day(four: Ranks, way: str) -> None:
-    check(four, "two levels of network, 2 x 2", way)
+@pytest.mark.parametrize("way", [CAPTURED, EAGER])
+def test_two_levels_by_day(pools: dict[int, Ranks], way: str) -> None:
+    check(pools[4], "two levels of network, 2 x 2", way)
 
 
 # --- by any name --------------------------------------------------------------------------------------------------
@@ -120,10 +110,10 @@ def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[s
     return stages, plan.to_dict(), sorted(nccl_stand_in.launched - before), dist.get_backend()
 
 
-def test_one_plan_by_any_name(stand_in: Ranks) -> None:
+def test_one_plan_by_any_name(pools: dict[int, Ranks]) -> None:
     """Nothing decides by a name: not that of torch 2.14 and later, nor `undefined`, nor that of another device."""
     names = [("stand-in", False), ("nccl2", False), ("nccl-lazy", False), ("nccl-lazy", True)]
-    found = [stand_in.run(plan_by, *each) for each in [*names, ("cpu:nccl2,cuda:gloo", False)]]
+    found = [pools[2].run(plan_by, *each) for each in [*names, ("cpu:nccl2,cuda:gloo", False)]]
     first, *others = (each[0] for each in found)
     assert {stage["reduce_op"] for each in first[0] for stage in each["stages"]} == {"avg"}
     assert [launched for launched in first[2] if launched.startswith("all_reduce avg")]
@@ -156,47 +146,7 @@ def lanes(backend: str) -> int:
     return planner.call_args.kwargs["lanes"]
 
 
-def test_lanes_of_a_backend(stand_in: Ranks, ranks2: Ranks) -> None:
+def test_lanes_of_a_backend(pools: dict[int, Ranks], ranks2: Ranks) -> None:
     """gloo carries two collectives of a group at a time; NCCL one."""
     assert ranks2.run(lanes, "gloo") == [2, 2]
-    assert stand_in.run(lanes, "stand-in") == [1, 1]
-
-
-# --- the table itself ---------------------------------------------------------------------------------------------
-
-
-def fails(place: Place) -> Difference:
-    dist.all_reduce(torch.ones(1))
-    raise ValueError(f"on purpose, rank {dist.get_rank()}")
-
-
-def differs(place: Place) -> Difference:
-    return Difference(0.5, 0.1, "layers.0.weight" if dist.get_rank() == 1 else "")
-
-
-def after_a_failure() -> tuple[list[Verdict], str]:
-    nccl_stand_in.use()
-    runs = [Feature("fails", fails), Feature("differs", differs), BY_NAME["bucket_cap_mb"]]
-    verdicts = [run_feature(each, "cpu", captured=False) for each in runs]
-    if dist.get_rank() == 0:  # has been held up
-        return verdicts, ""
-    with pytest.raises(RuntimeError) as raised:
-        run_feature(Feature("differs", differs), "cpu", captured=False, within_s=1.0)
-    return verdicts, str(raised.value)
-
-
-def test_one_failure_does_not_stop_the_others() -> None:
-    """Ranks agree about each, and the next feature is right. If one never ends the process has to end."""
-    ranks = Ranks(2, "forkserver")
-    try:
-        (first, _), (second, ended) = ranks.run(after_a_failure)
-    finally:
-        ranks.stop()
-    for one, other in zip(first, second, strict=True):
-        assert dataclasses.replace(one, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
-    failed, different, right = first
-    assert [each.passed for each in first] == [False, False, True], first
-    assert all(f"rank {rank}: ValueError: on purpose, rank {rank}" in failed.detail for rank in (0, 1))
-    assert different.detail == "rank 1: layers.0.weight differs, the largest difference is 0.5, allowed is 0.1"
-    assert right.detail == "equal bits"
-    assert "rank 0 has not ended 'differs', eager. This rank: layers.0.weight differs" in ended
+    assert pools[2].run(lanes, "stand-in") == [1, 1]

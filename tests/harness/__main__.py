@@ -6,12 +6,12 @@
 
 | part     | what is kept                                                                                          |
 |----------|-------------------------------------------------------------------------------------------------------|
-| `parity` | a model in 148 cells beside torch's DDP and FSDP2: equal bits or how far, and the way of its backwards |
+| `parity` | a model in 148 cells with torch's DDP and FSDP2: equal bits or how far, and the way of its backwards   |
 | `graphs` | plan, graph after all passes and counters of six models                                                |
 | `fuzz`   | 300 random training runs as values, and a digest of the gradients and parameters of each               |
 
 `tests/mutants/*.toml` has which test sees which planted fault; `mutation_campaign.py` proves it. Speed is compared
-within one run, with a worktree of the earlier commit beside this one.
+within one run, with a worktree of the earlier commit.
 
 Digests depend on the processor's kernels. On another machine than the first line of a file names, `keep` them first on
 the commit to compare with.
@@ -46,7 +46,7 @@ def _parity(ranks: Ranks) -> dict[str, str]:
     for cell in tqdm(list(parity.cells()), "parity", leave=False):
         found = ranks.run(parity.compare, cell)
         rows[str(cell)] = found[0] if len(set(found)) == 1 else " / ".join(found)
-    return {"parity.txt": "".join(f"{name:46} {said}\n" for name, said in rows.items())}
+    return {"parity.txt": "".join(f"{name:46} {text}\n" for name, text in rows.items())}
 
 
 def _fuzz(ranks: Ranks) -> dict[str, str]:

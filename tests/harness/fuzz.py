@@ -43,9 +43,9 @@ def short(value: Any) -> str:
 
 def _arguments(value: Any) -> Iterator[str]:
     for each in dataclasses.fields(value):
-        said = getattr(value, each.name)
-        if said != each.default:
-            yield f"{each.name}={short(said)}"
+        given = getattr(value, each.name)
+        if given != each.default:
+            yield f"{each.name}={short(given)}"
 
 
 def parse(text: str) -> fuzzing.FuzzCase:

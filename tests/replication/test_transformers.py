@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers beside torch's DDP: whole models as others write them."""
+"""Models of Hugging Face's transformers, as under torch's DDP: whole models as others write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, train_both
+from parity import train_both
 from torch import nn
 
 from dp_compile.testing.ranks import Ranks
@@ -50,8 +50,7 @@ def tokens(rank: int, step: int) -> tuple[torch.Tensor]:
 def train(kind: str) -> tuple[set[str], list[tuple[int, bool]]]:
     torch._dynamo.reset()
     options = {"find_unused_parameters": kind == "MixtralForCausalLM"}  # an expert may get no token on some rank
-    case = Case(build=lambda: Logits(kind), batch=tokens, steps=3, options=options, rtol=1e-4, atol=1e-5)
-    report = train_both(case)
+    report = train_both(lambda: Logits(kind), tokens, steps=3, options=options, rtol=1e-4, atol=1e-5)
     return set(report.backwards), [(record.graphs, record.hooks > record.collectives) for record in report.captures]
 
 
