@@ -176,9 +176,12 @@ def end_other_groups() -> None:
 def end_all_groups() -> None:
     """Destroy all process groups, and do not wait for collectives in flight with ranks that are gone.
 
-    NCCL's would be waited for; gloo's fail (torch 2.13).
+    NCCL's would be waited for; gloo's fail (torch 2.13). The next default group has the name that the first one had,
+    also if a group could not be made in between.
     """
-    if any(backend_of(group, each.type).on_stream for group in _world.pg_map for each in group._device_types):
+    if dist.group.WORLD is None:
+        _world.group_count = 0
+    elif any(backend_of(group, each.type).on_stream for group in _world.pg_map for each in group._device_types):
         _abort_process_group()
     else:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ Start the script with `python -m dp_compile.elastic --ranks 3 script.py`, which 
 outlive every rank.
 """
 
-from dp_compile.elastic.membership import LeftOutError, TooFewRanksError
+from dp_compile.elastic.membership import LeftOutError, LostStateError, TooFewRanksError
 from dp_compile.elastic.training import Training, init_process_group
 
-__all__ = ["LeftOutError", "TooFewRanksError", "Training", "init_process_group"]
+__all__ = ["LeftOutError", "LostStateError", "TooFewRanksError", "Training", "init_process_group"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,11 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.ranks < 1 or not options.script:
         parser.error("give --ranks of at least 1, and a script")
-    launcher = _Launcher(options.script, options.restarts, options.kill_after)
+    launcher = _Launcher(options.script, options.ranks, options.restarts, options.kill_after)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
     try:
         for rank in range(options.ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            launcher.start(str(rank), **own, WORLD_SIZE=str(options.ranks), LOCAL_WORLD_SIZE=str(options.ranks))
+            launcher.start(str(rank), rank)
         while launcher.running:
             launcher.look()
             time.sleep(POLL_S)
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 class _Launcher:
     """The processes, by name, and the store."""
 
-    def __init__(self, script: list[str], restarts: int, kill_after_s: float) -> None:
+    def __init__(self, script: list[str], ranks: int, restarts: int, kill_after_s: float) -> None:
         self._script, self._restarts, self._kill_after_s = script, restarts, kill_after_s
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._registry, self._joined = Registry(store, "launcher"), 0
@@ -59,17 +60,22 @@ class _Launcher:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
             # Who is dead the launcher sees at once: no rank has to ask the others for three seconds.
             MONITOR_VARIABLE: os.environ.get(MONITOR_VARIABLE, "off"),
         }
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._ranks: dict[str, int] = {}
+        """The rank that each started with, or that the one had in whose place it was started."""
         self._left_out_s: dict[str, float] = {}
         self.is_well = False
         """Some process has trained to the end."""
 
-    def start(self, name: str, **environment: str) -> None:
-        command = [sys.executable, *self._script]
-        self.running[name] = subprocess.Popen(command, env={**os.environ, **self._environment, **environment})
+    def start(self, name: str, rank: int, **environment: str) -> None:
+        command, self._ranks[name] = [sys.executable, *self._script], rank
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        self.running[name] = subprocess.Popen(command, env={**os.environ, **self._environment, **own, **environment})
 
     def look(self) -> None:
         """Note which processes have ended, and replace them."""
@@ -85,14 +91,16 @@ class _Launcher:
     def _has_ended(self, name: str, code: int) -> None:
         del self.running[name]
         self.is_well = self.is_well or code == 0
+        self._registry.leave(name)
+        if code == 0 or not any(self._registry.is_member(each) for each in self.running):
+            self._registry.end()
         if code == 0:
             return
-        self._registry.leave(name)
         print(f"process {name} ended with code {code}, {len(self.running)} go on", file=sys.stderr, flush=True)
         if self._joined < self._restarts and self.running:
             self._joined += 1
             joining = f"joined {self._joined}"
-            self.start(joining, **{JOIN_VARIABLE: joining})
+            self.start(joining, self._ranks[name], **{JOIN_VARIABLE: joining})
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 Keys: `generation` is the latest one; `G/arrivals` counts the members that came to generation G, `G/arrival/N` says
 which; `G/members` is the verdict of the first of them, for all. `joins` counts processes that want to join, `join/N`
 says which; `joined/U` is the first generation of such a one. `dead/U`: process U has left, was left
-out, or the launcher saw it end.
+out, or the launcher saw it end. `ended`: no member is left that could let a process join.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,10 +18,15 @@ from dp_compile._torch.distributed import PrefixStore, Store
 from dp_compile.errors import CommunicationError
 
 POLL_S: Final = 0.02
+ENDED: Final = "ended"
 
 
 class LeftOutError(CommunicationError):
     """The other ranks went on without this one: it came too late to their meeting."""
+
+
+class LostStateError(CommunicationError):
+    """No rank that is left has the parameters and states of the end of a step."""
 
 
 class TooFewRanksError(CommunicationError):
@@ -47,8 +53,9 @@ class Members:
         return json.dumps([self.generation, self.processes, self.joins])
 
     @staticmethod
-    def from_json(text: str | bytes) -> Members:
-        generation, processes, joins = json.loads(text)
+    def of(data: Any) -> Members:
+        """What `to_json` wrote, once it is read."""
+        generation, processes, joins = data
         return Members(generation, tuple(processes), joins)
 
 
@@ -57,40 +64,46 @@ class Registry:
 
     def __init__(self, store: Store, process: str) -> None:
         self.base, self.store, self.process = store, PrefixStore("dp_compile.elastic", store), process
+        self.is_in_use = False
 
     def write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
-    def read(self, key: str, timeout_s: float) -> Any:
-        """What some process has written under a key.
+    def read(self, key: str) -> Any:
+        """What a member has written under a key, or will have.
 
         Raises:
-            CommunicationError: none has within `timeout_s`.
+            CommunicationError: the training has ended.
         """
-        if not self._wait(key, timeout_s):
-            raise CommunicationError(f"no rank has written {key!r} within {timeout_s:g} s. Do others train?")
+        if not self._wait(key, math.inf, unless=ENDED):
+            raise CommunicationError(f"process {self.process} came too late to join: the training has ended.")
         return json.loads(self.store.get(key))
 
     def leave(self, process: str = "") -> None:
         """The others need not wait for this process, or for the given one."""
         self.store.set(f"dead/{process or self.process}", "left")
 
+    def end(self) -> None:
+        """No process can join any more."""
+        self.store.set(ENDED, "")
+
+    def is_member(self, process: str) -> bool:
+        """Whether a process was among the first ones, or was taken in."""
+        return process.isdecimal() or bool(self.store.check([f"joined/{process}"]))
+
     def wants_to_join(self, members: Members) -> bool:
         """Whether a process waits to join."""
         return self.store.add("joins", 0) > members.joins
 
-    def join(self, timeout_s: float) -> Members:
+    def join(self) -> Members:
         """Ask to join, and wait until the members have taken this process in.
 
         Raises:
-            CommunicationError: they have not within `timeout_s`.
+            CommunicationError: the training has ended.
         """
         number = self.store.add("joins", 1)
         self.store.set(f"join/{number}", self.process)
-        key = f"joined/{self.process}"
-        if not self._wait(key, timeout_s):
-            raise CommunicationError(f"no rank has let this process join within {timeout_s:g} s. Do others train?")
-        return Members.from_json(self.store.get(key))
+        return Members.of(self.read(f"joined/{self.process}"))
 
     def meet(self, before: Members, *, grace_s: float, min_ranks: int, wait_s: float) -> Members:
         """Agree with the members that are left on the next generation. Who is missed by the first is left out.
@@ -108,13 +121,15 @@ class Registry:
         while True:
             number = self.store.add(f"{generation}/arrivals", 1)
             self.store.set(f"{generation}/arrival/{number}", self.process)
-            key = f"{generation}/members"
+            first, verdict = f"{generation}/arrival/1", f"{generation}/members"
             if number == 1:
                 self._decide(before, generation, grace_s, min_ranks, wait_s)
-            elif not self._wait(key, grace_s + wait_s + 1.0, of=self.store.get(f"{generation}/arrival/1").decode()):
+            elif not self._wait(first, 1.0) or not self._wait(
+                verdict, grace_s + wait_s + 2.0, unless=f"dead/{self.store.get(first).decode()}"
+            ):
                 generation += 1  # the first one died: the others meet again
                 continue
-            members = Members.from_json(self.store.get(key))
+            members = Members.of(json.loads(self.store.get(verdict)))
             if len(members.processes) < min_ranks:
                 raise TooFewRanksError(
                     f"{len(members.processes)} of the ranks are left, training needs {min_ranks}. Restart it from a "
@@ -135,11 +150,12 @@ class Registry:
                 if self._wait(f"{generation}/arrival/{number}", 1.0):
                     arrived.add(self.store.get(f"{generation}/arrival/{number}").decode())
             missing = [each for each in before.processes if each not in arrived and not self.is_dead(each)]
-            while joins < self.store.add("joins", 0) and self._wait(f"join/{joins + 1}", 1.0):
-                joins += 1
-                process = self.store.get(f"join/{joins}").decode()
-                joined += [] if self.is_dead(process) else [process]
-            left = [each for each in before.processes if each in arrived]
+            while joins < self.store.add("joins", 0):
+                joins += 1  # also without a name: the process died before it wrote that
+                if self._wait(f"join/{joins}", 1.0):
+                    joined.append(self.store.get(f"join/{joins}").decode())
+            joined = [each for each in joined if not self.is_dead(each)]
+            left = [each for each in before.processes if each in arrived and not self.is_dead(each)]
             is_complete = not missing or waited_s > grace_s
             if is_complete and (len(left) + len(joined) >= min_ranks or waited_s > wait_s):
                 break
@@ -155,11 +171,11 @@ class Registry:
         """Whether a process has ended, has left, or was left out."""
         return bool(self.store.check([f"dead/{process}"]))
 
-    def _wait(self, key: str, timeout_s: float, of: str = "") -> bool:
-        """Whether a key is there within a time-out; `of`: and before the process that sets it is dead."""
+    def _wait(self, key: str, timeout_s: float, unless: str = "") -> bool:
+        """Whether a key is there within a time-out; `unless`: and before another one is."""
         end_s = time.monotonic() + timeout_s
         while not self.store.check([key]):
-            if time.monotonic() > end_s or (of and self.is_dead(of)):
+            if time.monotonic() > end_s or (unless and self.store.check([unless])):
                 return bool(self.store.check([key]))
             time.sleep(POLL_S)
         return True

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,14 @@ from torch import nn
 
 from dp_compile._torch import distributed
 from dp_compile._torch.distributed import PrefixStore, TCPStore
-from dp_compile.elastic.membership import Members, Registry
+from dp_compile.elastic.membership import LeftOutError, LostStateError, Members, Registry
 from dp_compile.engine.backward import BROADCAST_BYTES
+from dp_compile.engine.guards import fingerprints
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import is_of_other_ranks
+from dp_compile.engine.plan_sync import first_difference, is_of_other_ranks
 from dp_compile.engine.regroup import plan_facts, regroup, take_plan
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import CommunicationError, ConfigError, VoidBackwardError
+from dp_compile.errors import ConfigError, DesyncError, VoidBackwardError
 
 logger = logging.getLogger("dp_compile.elastic")
 
@@ -72,57 +72,66 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
 class Training:
     """A training loop's steps: `with training.step():` around forward, backward and optimizer step.
 
-    An error in the block that says that other ranks are lost ends the block quietly: its gradients are dropped, the
-    ranks that are left form a new group, and the loop goes on with its next batch. At most this one step is lost. Any
-    other error is raised as it is, and takes this rank out: the others go on without it.
+    An error in the block that says that other ranks are lost ends the block quietly: its gradients are dropped, buffers
+    become what they were, the ranks that are left form a new group, and the loop goes on with its next batch. At most
+    this one step is lost. Any other error is raised as it is, and takes this rank out: the others go on without it.
 
-    Gradients are averaged over the ranks of the step. Parameters, buffers, optimizers and `others` of the lowest rank
-    that has finished most steps are copied to ranks that have finished fewer, and to those that join.
+    Gradients are averaged over the ranks of the step. Parameters, buffers and the states of optimizers and others of
+    the lowest rank that has finished most steps are copied to ranks that have finished fewer, and to those that join.
 
     Args:
         model: a module that `replicate` took, in the default group; parts with their own `replicate` are fine.
-        optimizers: one or several, of `torch.optim`, and whatever else has `state_dict` and `load_state_dict`.
+        states: optimizers of `torch.optim`, and whatever more has `state_dict` and `load_state_dict`.
         min_ranks: with fewer `TooFewRanksError` ends the training.
         grace_s: how long ranks that have noticed a loss wait for others that have not, and are not known to be dead;
             `None`: a second longer than a collective may take.
         wait_s: how long they wait for processes that join, if they are fewer than `min_ranks`.
 
     Raises:
-        ConfigError: `elastic.init_process_group` was not called, a module reduces over another group, or an optimizer
-            is sharded or updates in the backward.
+        ConfigError: `elastic.init_process_group` was not called, there is a training already, a module reduces over
+            another group, has a comm hook that does more than cast, or an optimizer that updates in the backward.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        *optimizers: Stateful,
+        *states: Stateful,
         min_ranks: int = 1,
         grace_s: float | None = None,
         wait_s: float = 0.0,
     ) -> None:
         if _registry is None:
             raise ConfigError("call dp_compile.elastic.init_process_group() in place of torch.distributed's.")
-        self._registry, self._model, self._states = _registry, model, optimizers
+        if _registry.is_in_use:
+            raise ConfigError("this process has an elastic.Training already. Give that one all models and optimizers.")
+        self._registry, self._model, self._states = _registry, model, states
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self.steps = 0
         """Steps that every rank has finished."""
-        self._members = Members.initial(dist.get_world_size())
-        self._losses, self._looked_s = 0, 0.0
+        self._is_whole = True
+        """Parameters and states are those after `steps`."""
+        self._has_stepped = self._has_left = False
+        self._losses, self._looked_s, self._written = 0, 0.0, -1
         self.is_joining = bool(os.environ.get(JOIN_VARIABLE))
         """This process trains alone for one step, which compiles, and then joins."""
         group = dist.group.WORLD
         assert group is not None
-        self._backend, self._timeout_s = dist.get_backend(), distributed.timeout_of(group, self._device)
+        self._backend, self._group_name = dist.get_backend(), distributed.group_name(group)
+        self._timeout_s = distributed.timeout_of(group, self._device)
         self._grace_s = self._timeout_s + 1.0 if grace_s is None else grace_s
         for replica in self._replicas():
             _check(replica)
+        self._members = Members.initial(dist.get_world_size())
         if self.is_joining:
             self._members = Members(0, (self._registry.process,))
-            facts = self._registry.read(_PLAN, self._timeout_s)
-            for replica, each in zip(self._replicas(), facts, strict=True):
-                take_plan(replica, each)
+            for replica, facts in zip(self._replicas(), self._registry.read(_PLAN), strict=True):
+                take_plan(replica, facts)
         for replica in self._replicas():
-            regroup(replica, replica.group.process_group, self._members.generation)
+            regroup(replica, group, self._members.generation)
+        for optimizer in states:
+            if isinstance(optimizer, torch.optim.Optimizer):  # fused ones do not count up versions of parameters
+                optimizer.register_step_post_hook(self._note_step)
+        self._registry.is_in_use = True
 
     @property
     def generation(self) -> int:
@@ -137,6 +146,13 @@ class Training:
     def world_size(self) -> int:
         return dist.get_world_size()
 
+    def step(self) -> Step:
+        """Around one step. Every rank enters as many of them as the others."""
+        return Step(self)
+
+    def _note_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
     @property
     def _device(self) -> torch.device:
         return next(iter(self._replicas())).device
@@ -147,40 +163,47 @@ class Training:
             raise ConfigError("no parameter of the model is replicated. Call dp_compile.replicate(model) first.")
         return sorted(found, key=lambda replica: replica.module.number)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one step. Every rank enters as many of them as the others."""
-        versions = self._versions()
-        try:
-            # Launched first, so that it is hidden: whether a process waits to join; and that no rank was lost.
-            vote = torch.tensor([int(self._wants_regroup())], device=self._device)
-            work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
-            yield
-            assert work is not None
-            work.wait()
-            is_asked = bool(vote.item())
-        except BaseException as error:
-            of_others = is_of_other_ranks(error) or isinstance(error, VoidBackwardError)
-            self._losses += 1
-            if not of_others or self._losses > MOST_LOSSES_IN_A_ROW:
-                self._registry.leave()
-                raise
-            logger.warning("step %d is lost: %s", self.steps + 1, str(error).splitlines()[0])
-            for parameter in self._model.parameters():
-                parameter.grad = None
-            self._meet(is_whole=versions == self._versions())
-            return
+    # --- one step
+
+    def _begin(self) -> tuple[torch.Tensor, dist.Work | None]:
+        """Launch the vote, first, so that it is hidden: whether a process waits to join, and that no rank was lost."""
+        if self._has_left:
+            raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
+        if any(replica.state.uneven is not None for replica in self._replicas()):
+            raise ConfigError("a step of elastic.Training inside join(): ranks without inputs would not take part.")
+        self._has_stepped = False
+        self._versions = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
+        self._buffers = [(each, each.clone()) for replica in self._replicas() for each in replica.buffers]
+        vote = torch.tensor([int(self._wants_regroup())], device=self._device)
+        return vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
+
+    def _end(self, *, is_asked: bool) -> None:
         self.steps, self._losses = self.steps + 1, 0
         if self.is_joining:
-            self._join()
+            self._members, self.is_joining, self._is_whole = self._registry.join(), False, False
+            self._form_or_meet()
         elif is_asked:
-            self._meet(is_whole=True)
-        elif self.steps == 1 and dist.get_rank() == 0:
+            self._meet()
+        elif dist.get_rank() == 0 and self._written != self.generation:
+            self._written = self.generation
             self._registry.write(_PLAN, [plan_facts(replica) for replica in self._replicas()])
 
-    def _versions(self) -> list[int]:
-        """Equal as long as no parameter was changed."""
-        return [parameter._version for replica in self._replicas() for parameter in replica.parameters]
+    def _lose(self, error: BaseException) -> bool:
+        """A step ended with an error. Returns whether the training goes on."""
+        of_others = is_of_other_ranks(error) or isinstance(error, (VoidBackwardError, dist.DistError))
+        self._losses += 1
+        if not of_others or self._losses > MOST_LOSSES_IN_A_ROW:
+            self._has_left = True
+            self._registry.leave()
+            return False
+        logger.warning("step %d is lost: %s", self.steps + 1, str(error).splitlines()[0])
+        now = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
+        self._is_whole = self._is_whole and not self._has_stepped and now == self._versions
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        self._meet()
+        return True
 
     def _wants_regroup(self) -> bool:
         now_s = time.monotonic()
@@ -189,68 +212,79 @@ class Training:
         self._looked_s = now_s
         return self._registry.wants_to_join(self._members)
 
-    def _meet(self, *, is_whole: bool) -> None:
-        """Form the next generation with the ranks that are left. Again, if one is lost while it is formed."""
-        while True:
-            self._members = self._registry.meet(
-                self._members, grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s
-            )
-            try:
-                self._form(self.steps if is_whole else -1)
-            except Exception as error:
-                if not is_of_other_ranks(error) and not isinstance(error, dist.DistError):
-                    raise
-                logger.warning("a rank was lost while %d formed a group: %s", len(self._members.processes), error)
-            else:
-                return
+    # --- another group
 
-    def _join(self) -> None:
-        self._members = self._registry.join(self._timeout_s + self._grace_s)
-        self.is_joining = False
+    def _meet(self) -> None:
+        """Form the next generation with the ranks that are left."""
+        distributed.end_all_groups()  # ranks that wait for this one notice at once
+        before = self._members.processes
+        self._members = self._registry.meet(
+            self._members, grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s
+        )
+        lost = [each for each in before if each not in self._members.processes]
+        new = [each for each in self._members.processes if each not in before]
+        logger.warning("generation %d: lost %s, new %s", self.generation, lost or "none", new or "none")
+        self._form_or_meet()
+
+    def _form_or_meet(self) -> None:
+        """Form the generation; the next one, if a rank is lost meanwhile."""
         try:
-            self._form(-1)
+            self._form()
         except Exception as error:
-            if not is_of_other_ranks(error) and not isinstance(error, dist.DistError):
+            is_loss = is_of_other_ranks(error) or isinstance(error, dist.DistError)
+            if not is_loss or isinstance(error, LostStateError):
+                self._has_left = True
+                self._registry.leave()
                 raise
-            self._meet(is_whole=False)
+            logger.warning("a rank was lost while %d formed a group: %s", len(self._members.processes), error)
+            self._meet()
 
-    def _form(self, finished: int) -> None:
-        """Make the group of the generation, and give ranks that have not `finished` most steps what they lack.
-
-        -1: this rank joins, or lost a step in which its parameters were changed already.
-        """
+    def _form(self) -> None:
+        """Make the group of the generation, and give ranks that have not finished most steps what they lack."""
         members, rank = self._members, self._members.processes.index(self._registry.process)
         distributed.end_all_groups()
         store = PrefixStore(f"dp_compile.elastic/group {members.generation}", self._registry.base)
-        dist.init_process_group(
-            self._backend,
-            store=store,
-            rank=rank,
-            world_size=len(members.processes),
-            timeout=timedelta(seconds=self._timeout_s),
-        )
+        timeout, ranks = timedelta(seconds=self._timeout_s), len(members.processes)
+        dist.init_process_group(self._backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
         group = dist.group.WORLD
         assert group is not None
+        assert distributed.group_name(group) == self._group_name, "compiled code finds the group by its name"
+        for parameter in self._model.parameters():
+            parameter.grad = None
         for replica in self._replicas():
             regroup(replica, group, members.generation)
-        steps: list[int] = [0] * len(members.processes)
-        dist.all_gather_object(steps, finished)
-        most = max(steps)
+            _check(replica)
+        own = _Standing(self.steps if self._is_whole else -1, self._statement(), self._fingerprint())
+        found: list[_Standing] = [own] * ranks
+        dist.all_gather_object(found, own)
+        most = max(each.steps for each in found)
         if most < 0:
-            raise CommunicationError(
+            raise LostStateError(
                 "every rank that is left had changed parameters when a rank was lost. Restore a checkpoint."
             )
-        if min(steps) < most:
-            self._copy(source=steps.index(most), is_behind=finished < most)
+        source = next(number for number, each in enumerate(found) if each.steps == most)
+        if own.statement != found[source].statement:
+            raise DesyncError(
+                f"process {self._registry.process} replicates something else than rank {source}: "
+                f"{first_difference(found[source].statement, own.statement)}. Start all with one script."
+            )
+        if any(each[::2] != found[source][::2] for each in found):
+            self._copy(source, is_behind=own[::2] != found[source][::2])
         self.steps = most
-        logger.warning("%d ranks go on after step %d, this is rank %d", len(steps), most, rank)
+        logger.warning("%d ranks go on after step %d, this is rank %d", ranks, most, rank)
 
     def _copy(self, source: int, *, is_behind: bool) -> None:
+        """Send what the source has. A copy that breaks off leaves a rank that is behind without a state of any step."""
         group = dist.group.WORLD
         assert group is not None
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        distributed.broadcast_state([each.detach() for each in tensors], group, BROADCAST_BYTES, source)
-        given = [each.state_dict() for each in self._states] if dist.get_rank() == source else None
+        self._is_whole = not is_behind
+        tensors = list[torch.Tensor]()
+        for replica in self._replicas():
+            tensors += [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *replica.buffers]
+        is_source = dist.get_rank() == source
+        into = [each.detach() if is_behind or is_source else torch.empty_like(each) for each in tensors]
+        distributed.broadcast_state(into, group, BROADCAST_BYTES, source)
+        given = [each.state_dict() for each in self._states] if is_source else None
         box: list[Any] = [given, [plan_facts(replica) for replica in self._replicas()]]
         dist.broadcast_object_list(box, source, device=self._device)
         if is_behind:
@@ -258,6 +292,70 @@ class Training:
                 each.load_state_dict(state)
             for replica, facts in zip(self._replicas(), box[1], strict=True):
                 take_plan(replica, facts)
+        self._is_whole = True
+
+    def _statement(self) -> list[Any]:
+        """What has to be the same on all ranks, as plain data."""
+        found: list[Any] = [len(self._states)]
+        for replica in self._replicas():
+            named = (*zip(replica.names, replica.parameters, strict=True), *replica.module.frozen)
+            found.append(
+                {
+                    "parameters": [f"{name}: {each.dtype}{list(each.shape)}" for name, each in named],
+                    "buffers": [f"{each.dtype}{list(each.shape)}" for each in replica.buffers],
+                    "options": repr(replica.config),
+                    "averaging": repr(replace(replica.group.averaging, divide_by=None)),
+                }
+            )
+        return found
+
+    def _fingerprint(self) -> list[int]:
+        """Equal for equal parameters."""
+        parameters = [parameter for replica in self._replicas() for parameter in replica.parameters]
+        found: list[int] = fingerprints(parameters).tolist()
+        return found
+
+
+class _Standing(NamedTuple):
+    """Where a rank is: -1 steps if it joins, or lost a step in which its parameters were changed already."""
+
+    steps: int
+    statement: list[Any]
+    fingerprint: list[int]
+
+
+class Step:
+    """The context of one step. A class: an error before the block has to wait for its end."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._begun: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self._begun = self._training._begin()
+        except (RuntimeError, dist.DistError) as error:
+            if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
+                raise
+            self._error = error
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        training, error = self._training, self._error or error
+        if error is None:
+            assert self._begun is not None
+            vote, work = self._begun
+            try:
+                assert work is not None
+                work.wait()
+                is_asked = bool(vote.item())
+            except RuntimeError as late:
+                if not training._lose(late):
+                    raise
+                return True
+            training._end(is_asked=is_asked)
+            return True
+        return training._lose(error)
 
 
 def _check(replica: Replica) -> None:
@@ -269,6 +367,12 @@ def _check(replica: Replica) -> None:
         raise ConfigError(
             f"the comm hook of {replica.names[0]} cuts buckets by the number of ranks, which may change. Use one that "
             "only casts, or none."
+        )
+    hook = replica.planning.comm_hook
+    if hook is not None and (hook.is_called or hook.memory is not None):
+        raise ConfigError(
+            f"comm hook {hook.name} of {replica.names[0]} has a state, or a group, that a process which joins lacks. "
+            "Use one that only casts, or none."
         )
     if replica.after.updates:
         raise ConfigError(

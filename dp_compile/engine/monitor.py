@@ -139,7 +139,7 @@ class Watched:
                 if of_others and not isinstance(error, CommunicationError):
                     text = self.describe()
                     if isinstance(error, DesyncError):
-                        raise DesyncError(f"{error} {text}.") from error
+                        raise type(error)(f"{error} {text}.") from error
                     raise CommunicationError(f"{text.rstrip('.?')}. torch says: {error}") from error
         finally:
             _backwards.remove(self)

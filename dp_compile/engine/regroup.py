@@ -57,7 +57,8 @@ def plan_facts(replica: Replica) -> dict[str, Any]:
 def take_plan(replica: Replica, facts: Mapping[str, Any]) -> None:
     """Make the plan that another rank has."""
     replica.group = replace(replica.group, measured=AllReduceCost.from_dict(facts["cost"]))
-    if facts["is final"] and replica.planning.awaits_graph:
-        replica.planning.awaits_graph = False
-        ready = ReadyTimes.from_json(facts["ready"])
-        replica.adopt(plan_from_times(replica, ready), ready)
+    if facts["is final"] and replica.planning.layout is not None:
+        replica.planning.awaits_graph, ready = False, ReadyTimes.from_json(facts["ready"])
+        planned = plan_from_times(replica, ready)
+        if planned.plan.signature() != replica.plan.signature():
+            replica.adopt(planned, ready)
