@@ -70,9 +70,7 @@ def run_kinds(kind: str) -> dict[str, int]:
     theirs = [DistributedDataParallel(copy.deepcopy(each)) for each in ours]
     first, of_torch = dp_compile.replicate(ours[0], config=AOT), kind == "torch's DDP"
     second: nn.Module = (
-        DistributedDataParallel(ours[1])
-        if of_torch
-        else dp_compile.replicate(ours[1], **{"config": AOT} | SECOND[kind])
+        DistributedDataParallel(ours[1]) if of_torch else dp_compile.replicate(ours[1], config=SECOND[kind])
     )
     compiled = torch.compile(first, backend="aot_eager")
     for number in range(3):
