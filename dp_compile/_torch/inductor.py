@@ -39,8 +39,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
     patches = patches_of(graph_pass)
-    told: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
-    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **told))
+    options: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **options))
 
 
 def patches_of(graph_pass: CustomGraphPass) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS, Reduction
 
 Tensors = Sequence[torch.Tensor]
 State = Mapping[str, torch.Tensor]
-"""What a hook remembers of one gradient, by names of its own."""
+"""What a hook remembers of one gradient, by the hook's names."""
 
 Reduced = tuple[Sequence[torch.Tensor], Sequence[State]]
 """The reduced gradients of a bucket, and what is remembered of each."""
@@ -327,7 +327,7 @@ class _NoWrites(autograd.TorchDispatchMode):
 
 
 def _no_state(state: Tensors, names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
-    raise ReductionError(f"no pass has said what becomes of {names} of gradient {index}.")
+    raise ReductionError(f"no pass has replaced {names} of gradient {index}.")
 
 
 def _fake_state(state: Tensors, names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:

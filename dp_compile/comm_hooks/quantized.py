@@ -41,7 +41,7 @@ class QuantizedHook(FunctionalHook):
     """A comm hook that sends gradients in eight bits: `register_comm_hook(HookState(), QuantizedHook())`.
 
     A rank sends two bytes for each element, and eight for each block, where an all-reduce of float32 sends eight for
-    each element. All sums are of float32, whatever the gradients' dtype.
+    each element. All sums are of float32, for gradients of any dtype.
 
     Gradients of parameters of one dimension, and of none, are not quantised: they travel in float32.
 

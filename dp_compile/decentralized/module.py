@@ -27,7 +27,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError, ReductionError, require
 from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import Planned
-from dp_compile.replication.module import Pending, behind, parts_of, replica_of, state_of, unwrap
+from dp_compile.replication.module import Pending, inner_module, parts_of, replica_of, state_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.tensor_parallel import refuse_dtensors
 
@@ -126,7 +126,7 @@ def decentralize(
         raise
     replica.planning.awaits_graph, replica.planning.strategy, replica.state.reduces_gradients = False, "fixed", False
     replica.after.updates.append(updates)
-    inner = behind(module)
+    inner = inner_module(module)
     inner.__class__ = _decentralized_class(type(inner))
     updates.handles = [
         inner.register_state_dict_pre_hook(_warn_of_own_parameters),

@@ -36,7 +36,7 @@ _registry: Registry | None = None
 
 
 class Stateful(Protocol):
-    """What is copied to ranks that are behind, as an optimizer, a scheduler, a `GradScaler`."""
+    """What is copied to ranks that have finished fewer steps, as an optimizer, a scheduler, a `GradScaler`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -81,7 +81,7 @@ class Training:
 
     Args:
         model: a module that `replicate` took, in the default group; parts with their own `replicate` are fine.
-        states: optimizers of `torch.optim`, and whatever more has `state_dict` and `load_state_dict`.
+        states: optimizers of `torch.optim`, and any value with `state_dict` and `load_state_dict`.
         min_ranks: with fewer `TooFewRanksError` ends the training.
         grace_s: how long ranks that have noticed a loss wait for others that have not, and are not known to be dead;
             `None`: a second longer than a collective may take.
@@ -274,7 +274,7 @@ class Training:
         logger.warning("%d ranks go on after step %d, this is rank %d", ranks, most, rank)
 
     def _copy(self, source: int, *, is_behind: bool) -> None:
-        """Send what the source has. A copy that breaks off leaves a rank that is behind without a state of any step."""
+        """Send what the source has. A rank that receives has the state of no step until all of it has arrived."""
         group = dist.group.WORLD
         assert group is not None
         self._is_whole = not is_behind

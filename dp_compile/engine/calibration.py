@@ -188,7 +188,7 @@ _links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | Non
 
 
 def remembered_cost(replica: Replica) -> AllReduceCost | None:
-    """What a collective on a module's group costs, each figure in a factor of two; `None`: the times said nothing.
+    """What a collective on a module's group costs, each figure in a factor of two; `None`: the times fit no line.
 
     Every rank calls it. It is measured once for ranks that are alike in number, hosts, device and backend, in at most
     0.3 s with gloo on one machine, and kept in a file in the directory of torch's caches, on the host of rank 0. See

@@ -388,10 +388,10 @@ def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
     sharding = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))
     if not sharding:
         return bool(finite)
-    said = finite.int()
+    finite_everywhere = finite.int()
     for group in sharding:
-        dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
-    return bool(said)
+        dist.all_reduce(finite_everywhere, op=dist.ReduceOp.MIN, group=group)
+    return bool(finite_everywhere)
 
 
 def _is_bad(tensor: torch.Tensor) -> bool:

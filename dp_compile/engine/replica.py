@@ -167,7 +167,7 @@ class ReplicaState(Switches):
         bucket_memory: of its buckets, as far as `plan.keeps_memory` says.
         untouched: whose gradients the last synchronised backward left as they were, because no rank had used the
             parameters.
-        said: warnings that are given once for each module, and were.
+        warned: warnings that were given, once for each module.
     """
 
     local: LocalGradients
@@ -178,7 +178,7 @@ class ReplicaState(Switches):
     arrivals_in: Arrivals | None = None
     bucket_memory: BucketMemory = field(default_factory=BucketMemory)
     untouched: tuple[int, ...] = ()
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True, kw_only=True)
@@ -390,8 +390,8 @@ def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str,
         message: with places for `args`.
         key: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
     """
-    new = [replica for replica in replicas if (key or message) not in replica.state.said]
+    new = [replica for replica in replicas if (key or message) not in replica.state.warned]
     for replica in new:
-        replica.state.said.add(key or message)
+        replica.state.warned.add(key or message)
     if new:
         logger.warning(message, *args)

@@ -26,7 +26,7 @@ from dp_compile._torch import compiler
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.crossing import START, in_flight
-from dp_compile.replication.module import Installed, behind, replica_of
+from dp_compile.replication.module import Installed, inner_module, replica_of
 
 BACKEND: Final = "dp_compile"
 METHODS: Final = ("named_parameters", "get_parameter", "named_modules", "apply", "_apply", "__reduce_ex__")
@@ -53,7 +53,7 @@ def let_readers_wait(model: nn.Module, arrive: Callable[[], None]) -> None:
     Code that was compiled of its parts until now does not wait, and torch does not look at hooks when it asks whether
     code still fits (`skip_nnmodule_hook_guards`, torch 2.13): all code is forgotten.
     """
-    root = behind(model)
+    root = inner_module(model)
     kind = type(root)
     weakref.finalize(root, arrive).atexit = False
     compiler.forget_compiled()
@@ -122,7 +122,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 @compiler.untraced("updates of parameters are waited for")
 def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
-    put_hooks(behind(module), replica)  # before its parts are compiled
+    put_hooks(inner_module(module), replica)  # before its parts are compiled
     replica.arrive()
     for each in replica.after.updates:
         if each.deferred is not None:

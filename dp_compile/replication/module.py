@@ -334,7 +334,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
-def behind(module: nn.Module) -> nn.Module:
+def inner_module(module: nn.Module) -> nn.Module:
     """The module that is replicated, inside what `torch.compile` returned and inside the wrapper."""
     inner = unwrap(module)
     wrapped = _wrapped_by.get(inner) if isinstance(inner, nn.Module) else None
@@ -343,7 +343,7 @@ def behind(module: nn.Module) -> nn.Module:
 
 def find_state(module: nn.Module) -> Replica | Pending | None:
     """The state of a replicated module, of one that will be with its first forward; `None` of others."""
-    found = _state_of.get(behind(module))
+    found = _state_of.get(inner_module(module))
     return found() if found else None
 
 
@@ -380,7 +380,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def states_in(module: nn.Module) -> list[Replica | Pending]:
     """The state of a replicated module, then those of its parts."""
-    return list(dict.fromkeys([state_of(module), *map(state_of, parts_of(behind(module)))]))
+    return list(dict.fromkeys([state_of(module), *map(state_of, parts_of(inner_module(module)))]))
 
 
 @contextlib.contextmanager
@@ -392,7 +392,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ModuleError: the module is not replicated.
     """
-    before = {each: state_of(each).state.sync for each in (module, *parts_of(behind(module)))}
+    before = {each: state_of(each).state.sync for each in (module, *parts_of(inner_module(module)))}
     for each in before:
         state_of(each).state.sync = False
     try:

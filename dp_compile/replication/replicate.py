@@ -43,9 +43,9 @@ from dp_compile.replication.module import (
     ForwardCheck,
     InputMover,
     Pending,
-    behind,
     find_state,
     give_class,
+    inner_module,
     parts_of,
     refuse_traced_backward,
     register_comm_hook,
@@ -252,7 +252,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
     Raises:
         ModuleError: the module is not replicated.
     """
-    state, inner = state_of(module), behind(module)
+    state, inner = state_of(module), inner_module(module)
     if isinstance(state, Replica):
         _release(state)
     else:

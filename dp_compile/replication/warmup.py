@@ -25,7 +25,7 @@ from dp_compile.engine.plan_sync import agree_in_call
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.plan.words import count
-from dp_compile.replication.module import behind, no_sync, parts_of, replica_of, unwrap
+from dp_compile.replication.module import inner_module, no_sync, parts_of, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.warmup")
 
@@ -78,7 +78,7 @@ def warmup(
         DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
     """
     replica, examples = replica_of(module), list(batches)
-    replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(behind(module)))]))
+    replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(inner_module(module)))]))
     for each in replicas:
         each.arrive()  # else what arrives meanwhile would be taken back with the counters, as if of the warm-up
     if not examples:
