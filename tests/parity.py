@@ -51,22 +51,6 @@ class Untraceable(torch.autograd.Function):
         return grad.clone()
 
 
-class Fuse(torch.autograd.Function):
-    """The identity, whose backward can be made to fail."""
-
-    blown = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Fuse.blown:
-            raise ValueError("blown")
-        return grad.clone()
-
-
 def batch(number: int, rows: int = 3) -> torch.Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
@@ -153,12 +137,15 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol:
         assert (mine.grad is None) == (other.grad is None), f"{when}: gradient of {name}"
         if mine.grad is not None and other.grad is not None:
             assert _layout(mine.grad) == _layout(other.grad), f"{when}: strides of the gradient of {name}"
-            check(f"gradient of {name}", mine.grad, other.grad)
+            check(f"gradient of {name}", mine.grad.to_dense(), other.grad.to_dense())
         check(f"parameter {name}", mine, other)
 
 
 def _layout(tensor: torch.Tensor) -> list[int]:
-    """Strides, but of dimensions of size one, where any stride means the same."""
+    """Strides, but of dimensions of size one, where any stride means the same; the rows of a sparse tensor."""
+    if tensor.is_sparse:
+        rows: list[int] = tensor.indices().flatten().tolist()
+        return rows
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
@@ -257,20 +244,19 @@ def train_beside(
                     side.run(batch(10 * number + each)).square().mean().backward()
 
     train(sides_of(ours, run, theirs), steps, step, rtol=1e-5, atol=1e-7)
-    everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
-    first = everything.clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(everything, first), "the ranks have other parameters"
+    same_on_all_ranks(ours)
+
+
+def same_on_all_ranks(module: nn.Module) -> None:
+    """Raises where a parameter or a buffer is not that of the first rank."""
+    for name, tensor in module.state_dict().items():
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor), name
 
 
 def plain(side: Side, number: int) -> None:
     side.loss(number).backward()
-
-
-def anomaly(side: Side, number: int) -> None:
-    with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False):
-        warnings.simplefilter("ignore")
-        side.loss(number).backward()
 
 
 def in_cpp(side: Side, number: int) -> None:

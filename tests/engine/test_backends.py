@@ -63,7 +63,7 @@ def test_gloo_by_any_name(name: str | None, debug: str, monkeypatch: pytest.Monk
     try:
         with group(name) as default:
             assert resolve_group(None, None).backend == GLOO
-            assert distributed.backend_of(default, "cuda") == GLOO  # the only one there is, or one of its own
+            assert distributed.backend_of(default, "cuda") == GLOO  # the only backend, or one for GPUs
             assert distributed.is_gloo(default, "cpu")
     finally:
         dist.set_debug_level(before)

@@ -122,7 +122,7 @@ def test_gradients_that_are_not_accumulated_and_other_models() -> None:
     ],
 )
 def test_obstacles_take_the_eager_way(obstacle: Callable[[], Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is said once."""
+    """Each is logged once."""
     twin, with_graph = Twin(mlp()), said == "create_graph=True"
     for number in range(3):
         twin.model.zero_grad()
@@ -172,7 +172,7 @@ def test_backwards_in_other_threads() -> None:
 
 
 def test_a_reduction_that_the_captured_graph_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows how to make Dynamo lose one; what it traced is counted all the same."""
+    """No known way makes Dynamo lose one; what it traced is counted all the same."""
     found_in = compilation.reductions_in
 
     def one_less(graph: torch.fx.Graph) -> Any:
@@ -215,7 +215,7 @@ def test_settings_of_dynamo_that_are_refused() -> None:
         torch.compile(train_step, backend="aot_eager", fullgraph=True)(batch())
 
 
-# --- nothing is left behind -------------------------------------------------------------------------------------
+# --- state afterwards --------------------------------------------------------------------------------------------
 
 
 def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_unreplicate_takes_everything_off() -> None:
 
 
 class TwoOutputs(nn.Module):
-    """Of the second one nobody asks for a gradient: compiled code is given zeros for it, of this batch's size."""
+    """The second one needs no gradient: compiled code is given zeros for it, of this batch's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_what_a_capture_computes_is_seen() -> None:
     new_zeros, zeros, detach = torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.detach
     computed = [
         graph.call_function(new_zeros, (x, [4, 8])),
-        graph.call_function(torch.ops.aten.zero_.default, (x,)),  # nobody reads its result
+        graph.call_function(torch.ops.aten.zero_.default, (x,)),  # its result has no reader
     ]
     others = [
         graph.call_function(zeros, ([4, 8],)),

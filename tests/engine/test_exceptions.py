@@ -7,14 +7,15 @@ error of this package that says why. A rank that would wait for the time-out of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
+import fuzzing
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,31 +97,8 @@ class Net(nn.Module):
         return result
 
 
-@dataclass(frozen=True)
-class TwoSums(dp_compile.FunctionalHook):
-    """Of two rounds, with what the first one lost to bfloat16 in the next backward."""
-
-    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
-
-    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"lost": torch.zeros_like(gradient)}
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        whole = [each + state["lost"] for each, state in zip(bucket.gradients, bucket.state, strict=True)]
-        flat = torch.cat([each.flatten() for each in whole])
-        sent = flat.to(torch.bfloat16)
-        mean = (yield sent).float() / bucket.ranks
-        mean = (yield mean) / bucket.ranks
-        sizes = [each.numel() for each in whole]
-        reduced, lost = (
-            [part.view_as(like) for part, like in zip(each.split(sizes), whole, strict=True)]
-            for each in (mean, flat - sent.float())
-        )
-        return reduced, [{"lost": each} for each in lost]
-
-
 PARTS = ("modules", "buffers")
-"""Each layer is replicated by itself; buffers are copied from the first rank behind each backward."""
+"""Each layer is replicated by itself; buffers are copied from the first rank after each backward."""
 KINDS = ("plain", "capped", "bf16", "int8", "functional", "in_backward", "shard", "two_levels")
 EXACT = ("plain", "capped", "in_backward", "shard", "two_levels", "modules")
 
@@ -140,7 +118,7 @@ def replicated(kind: str, group: Any, *, ticks: bool) -> tuple[nn.Module, torch.
     if kind == "int8":
         model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())
     if kind == "functional":
-        model.register_comm_hook(dp_compile.HookState(), TwoSums())
+        model.register_comm_hook(dp_compile.HookState(), fuzzing.Rounded())
     if kind in ("in_backward", "shard"):
         dp_compile.optim.in_backward(model, optimizer, shard=kind == "shard")
     return model, optimizer
@@ -184,7 +162,7 @@ STAGES: dict[str, Stage] = {
     "in an op between launches": lambda model, output: nullcontext(),
     "at a launch": lambda model, output: patched(EagerOps, "launch"),
     "in a wait": lambda model, output: patched(EagerOps, "wait"),
-    "behind the last wait": lambda model, output: patched(compilation.CompiledBackward, "_settle"),
+    "after the last wait": lambda model, output: patched(compilation.CompiledBackward, "_settle"),
     "in the update": lambda model, output: patched(optim, "step_without_hooks"),
     "in a gather": lambda model, output: patched(sharded, "launch_gather"),
     "in the capture": lambda model, output: patched(compilation, "with_reductions"),
@@ -192,7 +170,7 @@ STAGES: dict[str, Stage] = {
     "in the forward": lambda model, output: nullcontext(),
 }
 EAGER_ONLY = ("at a launch", "in a wait")
-CAPTURED_ONLY = ("behind the last wait", "in the capture", "in the compiler")
+CAPTURED_ONLY = ("after the last wait", "in the capture", "in the compiler")
 AT_FIRST = ("in the capture", "in the compiler")
 """In the first backward, else nothing is captured."""
 KINDS_OF = {
@@ -320,7 +298,7 @@ def judged(cell: Cell, outcomes: list[Outcome]) -> str:
         assert planted or not first or "planted" in first or "checkpoint" in first, (rank, outcomes)
     if all(each.done == STEPS for each in outcomes):
         near = {"bf16": 3e-3}.get(cell.kind, 2e-6)
-        if (cell.stage, cell.everywhere) == ("behind the last wait", True) and cell.kind in ("int8", "functional"):
+        if (cell.stage, cell.everywhere) == ("after the last wait", True) and cell.kind in ("int8", "functional"):
             near = 1e-3  # what rounding lost in the failed step is in the hook's state: captured code has written it
         assert all(each.distance <= near for each in outcomes), outcomes
         return "trains"
@@ -351,7 +329,7 @@ SPANNING = [
     Cell("in an op between launches", "shard", "captured", True, KeyboardInterrupt),
     Cell("at a launch", "bf16", "hooks", False),
     Cell("in a wait", "shard", "hooks", False),
-    Cell("behind the last wait", "capped", "captured", False),
+    Cell("after the last wait", "capped", "captured", False),
     Cell("in the update", "in_backward", "captured", False),
     Cell("in the update", "shard", "hooks", False),
     Cell("in a gather", "shard", "hooks", False, KeyboardInterrupt),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import AOT, Block, batch, compile_blocks, not_compiled
+from on_ranks import on_ranks
+from parity import AOT, Block, batch, compile_blocks, not_compiled, same_on_all_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -27,8 +28,10 @@ from dp_compile.testing.ranks import Ranks
 WAYS: dict[str, Any] = {"compiled": compile_blocks, "not compiled": not_compiled}
 
 
-def run_parts(way: str, cleared: bool) -> float:
-    """The whole is gone, or its forward hooks are, and its parts train on: how far are the ranks apart?"""
+@pytest.mark.parametrize(("way", "cleared"), [("compiled", False), ("compiled", True), ("not compiled", False)])
+@on_ranks("ranks")
+def test_parts_train_on_in_step(way: str, cleared: bool) -> None:
+    """The whole is gone, or its forward hooks are."""
     torch.manual_seed(0)
     backbone, head = Block(), Block()
     whole = dp_compile.replicate(nn.Sequential(backbone, head), config=AOT)
@@ -42,14 +45,7 @@ def run_parts(way: str, cleared: bool) -> float:
         optimizer.zero_grad()
         head(backbone(batch(number))).square().mean().backward()
         optimizer.step()
-    weight = backbone.layers[0].weight.detach().clone()
-    dist.broadcast(weight, 0)
-    return float((weight - backbone.layers[0].weight).abs().max())
-
-
-@pytest.mark.parametrize(("way", "cleared"), [("compiled", False), ("compiled", True), ("not compiled", False)])
-def test_parts_train_on_in_step(ranks: Ranks, way: str, cleared: bool) -> None:
-    assert ranks.run(run_parts, way, cleared) == [0.0] * ranks.world_size
+    same_on_all_ranks(backbone)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -155,7 +151,7 @@ def drop_model() -> list[str]:
     torch._dynamo.reset()
     gc.collect()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    dp_compile.replicate(model, config=AOT)
     train(model, 3)
     (replica,) = owners
     things = {"model": model, "replica": replica, **dict(model.named_parameters())}
@@ -172,17 +168,18 @@ def drop_model() -> list[str]:
 
 
 def test_a_deleted_model_leaves_nothing_behind() -> None:
-    ranks = Ranks(2, "forkserver")  # of its own: no earlier test has left a model there
+    ranks = Ranks(2, "forkserver")  # new ones: no earlier test has left a model there
     try:
         assert ranks.run(drop_model) == [[], []]
     finally:
         ranks.stop()
 
 
-def forked() -> tuple[int, bool]:
-    """Whether a forked child holds the parent's connection, and whether the parent can train on."""
+@on_ranks("ranks2")
+def test_a_forked_child_has_no_monitor() -> None:
+    """It does not hold the parent's connection, and the parent trains on."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    dp_compile.replicate(model, config=AOT)
     train(model, 2)
     deadline = time.monotonic() + 10.0
     while monitor.MONITOR._store is None and time.monotonic() < deadline:
@@ -194,8 +191,5 @@ def forked() -> tuple[int, bool]:
     _, status = os.waitpid(child, 0)
     train(model, 2)
     dist.barrier()
-    return os.waitstatus_to_exitcode(status), len(monitors()) == 1
-
-
-def test_a_forked_child_has_no_monitor(ranks2: Ranks) -> None:
-    assert ranks2.run(forked) == [(0, True), (0, True)]
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(monitors()) == 1

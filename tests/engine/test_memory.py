@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 
 import dp_compile
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.fx.memory import Footprint, footprint, hold
+from dp_compile.fx.memory import footprint, hold
 
 aten = torch.ops.aten
 KIB = 1024
@@ -25,8 +26,12 @@ def square() -> torch.Tensor:
     return torch.randn(16, 16)
 
 
-def peak(graph: fx.Graph, found: Footprint | None = None) -> int:
-    return (footprint(graph) if found is None else found).peak(graph.nodes)
+def peak(function: Callable[..., Any], inputs: int = 1, held: Any = (), **options: Any) -> int:
+    """Of a graph of so many inputs. Options are made of the node of `cat`, else of the last one."""
+    graph = trace(function, *(square() for _ in range(inputs))).graph
+    hold(graph, held)
+    (node,) = graph.find_nodes(op="call_function", target=aten.cat.default) or [[*graph.nodes][-2]]
+    return footprint(graph, **{name: value(node) for name, value in options.items()}).peak(graph.nodes)
 
 
 def products(a: torch.Tensor) -> torch.Tensor:
@@ -34,72 +39,61 @@ def products(a: torch.Tensor) -> torch.Tensor:
     return (b @ b) @ b
 
 
+def write(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    b.copy_(a @ a)
+    return (a @ a) @ (a + 1)
+
+
+def parts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = a @ a, b @ b
+    return torch.cat([first, second]), b.sin()
+
+
+def sums(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([a, a, a]).cumsum(0).sum(), a @ a
+
+
+def waves(a: torch.Tensor) -> torch.Tensor:
+    return torch.cat([a.sin(), a.cos()])
+
+
 # --- the simulation ---------------------------------------------------------------------------------------------------
 
 
-def test_inputs_are_freed_after_their_last_use_unless_they_are_held() -> None:
-    graph = trace(products, square()).graph
-    assert peak(graph) == 3 * KIB  # mm, mm_1 and their product
-    hold(graph, [True])
-    assert peak(graph) == 4 * KIB
-    for held in ([False], [True, True]):  # the second is not of this graph's inputs
-        hold(graph, held)
-        assert peak(graph) == 3 * KIB
-
-
 @pytest.mark.parametrize(
-    ("function", "nbytes"),
+    ("function", "inputs", "nbytes"),
     [
-        (lambda a: a.t().reshape(4, 64).view(64, 4) @ a[:4], 2 * KIB + 64 * 16 * 4),  # only the reshape copies
-        (lambda a: (a.sin() + 1).cos().sum(), KIB + 4),  # one kernel
-        (lambda a: (a.sin() + 1).cos().t().sum(0), KIB + 64),
-        (lambda a: (a.sin() + 1) @ a, 3 * KIB),  # a product reads from memory
-        (lambda a: a.sin(), 2 * KIB),
-        (lambda a: WAIT(ALL_REDUCE(a @ a, "sum", "0")), 2 * KIB),  # in place
+        (products, 1, 3 * KIB),  # mm, mm_1 and their product: inputs are freed after their last use
+        (lambda a: a.t().reshape(4, 64).view(64, 4) @ a[:4], 1, 2 * KIB + 64 * 16 * 4),  # only the reshape copies
+        (lambda a: (a.sin() + 1).cos().sum(), 1, KIB + 4),  # one kernel
+        (lambda a: (a.sin() + 1).cos().t().sum(0), 1, KIB + 64),
+        (lambda a: (a.sin() + 1) @ a, 1, 3 * KIB),  # a product reads from memory
+        (lambda a: a.sin(), 1, 2 * KIB),
+        (lambda a: WAIT(ALL_REDUCE(a @ a, "sum", "0")), 1, 2 * KIB),  # in place
+        (write, 2, 4 * KIB),  # a, b, which is written to and stays, and two products; then the result
     ],
 )
-def test_what_has_memory_of_its_own(function: Callable[..., Any], nbytes: int) -> None:
-    assert peak(trace(function, square()).graph) == nbytes
+def test_what_has_memory_of_its_own(function: Callable[..., Any], inputs: int, nbytes: int) -> None:
+    assert peak(function, inputs) == nbytes
 
 
-def test_what_is_written_to_stays() -> None:
-    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        b.copy_(a @ a)
-        return (a @ a) @ (a + 1)
-
-    # a, b and two products; then b, a product, a + 1 and the result.
-    assert peak(trace(function, square(), square()).graph) == 4 * KIB
-
-
-def test_parts_live_in_the_whole_from_when_the_first_is_made() -> None:
-    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = a @ a, b @ b
-        return torch.cat([first, second]), b @ b
-
-    graph = trace(function, square(), square()).graph
-    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
-    assert peak(graph) == 5 * KIB
-    found = footprint(graph, lives_in={node: cat for node in cat.all_input_nodes})
-    assert peak(graph, found) == 4 * KIB
-    assert found.nbytes_of([cat, *cat.all_input_nodes]) == 2 * KIB
+def test_what_is_held_kept_and_stored_by_others() -> None:
+    assert peak(products, held=[True]) == 4 * KIB
+    for held in ([False], [True, True]):  # the second is not of this graph's inputs
+        assert peak(products, held=held) == 3 * KIB
+    assert peak(sums) == 7 * KIB
+    products_of = partial(fx.Graph.find_nodes, op="call_function", target=aten.mm.default)
+    assert peak(sums, kept=lambda cat: products_of(cat.graph)) == 8 * KIB
+    alone, in_the_whole = (peak(parts, 2, **each) for each in ({}, {"lives_in": lives_in}))
+    assert (alone, in_the_whole) == (5 * KIB, 4 * KIB)
+    assert peak(waves) == 4 * KIB
+    assert peak(waves, stores=lambda cat: [cat]) == 3 * KIB
+    assert peak(waves, without=lambda cat: [cat]) == 2 * KIB  # sin is freed before cos is made
 
 
-def test_what_is_stored_by_others_and_what_is_left_out() -> None:
-    def function(a: torch.Tensor) -> torch.Tensor:
-        return torch.cat([a.sin(), a.cos()])
-
-    graph = trace(function, square()).graph
-    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
-    assert peak(graph) == 4 * KIB
-    assert peak(graph, footprint(graph, stores=[cat])) == 3 * KIB
-    assert peak(graph, footprint(graph, without=[cat])) == 2 * KIB  # sin is freed before cos is made
-
-
-def test_what_is_kept_is_there_all_the_time() -> None:
-    graph = trace(lambda a: (torch.cat([a, a, a]).cumsum(0).sum(), a @ a), square()).graph
-    (product,) = graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert peak(graph) == 7 * KIB
-    assert peak(graph, footprint(graph, kept=[product])) == 8 * KIB
+def lives_in(cat: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Parts live in the whole from when the first is made."""
+    return dict.fromkeys(cat.all_input_nodes, cat)
 
 
 # --- a real backward --------------------------------------------------------------------------------------------------

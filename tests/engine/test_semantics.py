@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fuzzing import RecomputedFunction
+from on_ranks import on_ranks
 from parity import (
     AOT,
     Block,
@@ -22,11 +25,14 @@ from parity import (
     beside,
     compile_blocks,
     compile_whole,
+    in_cpp,
     mlp,
     not_compiled,
     plain,
+    same_on_all_ranks,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile._torch import compiler
@@ -34,7 +40,7 @@ from dp_compile.config import CHECK_VARIABLE
 from dp_compile.insight.report import Report
 from dp_compile.testing.ranks import Ranks
 
-nothing_beside = mock.patch.dict(os.environ, {CHECK_VARIABLE: "0"})
+NO_OTHER_COLLECTIVES = mock.patch.dict(os.environ, {CHECK_VARIABLE: "0"})
 """No collectives but those of a backward."""
 
 
@@ -48,45 +54,37 @@ def gloo_calls(work: Callable[[], None]) -> dict[str, int]:
     return {each.key: each.count for each in profile.key_averages() if each.key.startswith("gloo:")}
 
 
-@nothing_beside
-def accumulate() -> tuple[list[dict[str, int]], int, list[tuple[int, int]]]:
-    """Three rounds of two local steps and one with a sync. Returns collectives, buckets, and compilations so far."""
+@on_ranks("ranks")
+def test_accumulation_costs_no_collectives_and_no_recompilation() -> None:
+    """Three rounds of two local steps and one with a sync."""
     torch._dynamo.reset()
-    model = dp_compile.replicate(mlp(), config=AOT, bucket_cap_mb=1e-6)
-    compiled = torch.compile(model, backend="aot_eager")
-    calls, compilations = [], []
+    with NO_OTHER_COLLECTIVES:
+        model = dp_compile.replicate(mlp(), config=AOT, bucket_cap_mb=1e-6)
+        compiled, compilations = compile_whole(model), set()
 
-    def local_steps() -> None:
-        with dp_compile.no_sync(model):
-            for number in range(2):
-                compiled(batch(number)).square().mean().backward()
+        def local_steps() -> None:
+            with dp_compile.no_sync(model):
+                for number in range(2):
+                    compiled(batch(number)).square().mean().backward()
 
-    for _ in range(3):
-        model.zero_grad()
-        calls.append(gloo_calls(local_steps))
-        calls.append(gloo_calls(lambda: compiled(batch(2)).square().mean().backward()))
-        compilations.append((compiler.captures(), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-    return calls, len(dp_compile.report(model).plan.buckets), compilations
-
-
-def test_accumulation_costs_no_collectives_and_no_recompilation(ranks: Ranks) -> None:
-    for calls, buckets, compilations in ranks.run(accumulate):
-        assert buckets > 1
-        assert calls == [{}, {"gloo:all_reduce": buckets}] * 3
-        assert len(set(compilations)) == 1
+        for _ in range(3):
+            model.zero_grad()
+            assert gloo_calls(local_steps) == {}
+            synced = gloo_calls(lambda: compiled(batch(2)).square().mean().backward())
+            assert synced == {"gloo:all_reduce": len(dp_compile.report(model).plan.buckets)}
+            compilations.add((compiler.captures(), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    assert synced["gloo:all_reduce"] > 1
+    assert len(compilations) == 1
 
 
 # --- steps and models -------------------------------------------------------------------------------------------
 
 
 def two_forwards(side: Side, number: int) -> None:
-    (side.loss(number) + 2 * side.loss(number + 50)).backward()
-
-
-def forward_without_backward(side: Side, number: int) -> None:
+    """And one without a backward before."""
     with torch.no_grad():
         side.run(batch(number + 70))
-    side.loss(number).backward()
+    (side.loss(number) + 2 * side.loss(number + 50)).backward()
 
 
 def accumulation(side: Side, number: int) -> None:
@@ -97,16 +95,8 @@ def accumulation(side: Side, number: int) -> None:
 
 
 def twice_through_one_graph(side: Side, number: int) -> None:
-    """torch's DDP reduces only the first backward of a forward, so it runs the forward twice."""
-    loss = side.loss(number)
-    loss.backward(retain_graph=side.ours)
-    if not side.ours:
-        loss = side.loss(number)
-    loss.backward()
-
-
-def local_then_synced_through_one_graph(side: Side, number: int) -> None:
-    with side.no_sync():
+    """In odd steps locally first. torch's DDP reduces only the first backward of a forward, so it runs two forwards."""
+    with side.no_sync() if number % 2 else nullcontext():
         loss = side.loss(number)
         loss.backward(retain_graph=side.ours)
     if not side.ours:
@@ -155,9 +145,20 @@ def penalty(side: Side, number: int) -> None:
         (grad.square().sum() / 100).backward()
 
 
-def doubled(parameter: torch.Tensor) -> None:
+def clip(parameter: torch.Tensor) -> None:
+    """Not linear, as all of these: of a linear one no number tells whether it ran before the reduction or after it."""
     assert parameter.grad is not None
-    parameter.grad.mul_(2)
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def replace(parameter: torch.Tensor) -> None:
+    """Another tensor in the gradient's place, and not a number on one rank."""
+    assert parameter.grad is not None
+    parameter.grad = torch.nan_to_num(parameter.grad / (parameter.grad.abs() > 0.02), nan=0.0, posinf=0.5, neginf=-0.5)
+
+
+def drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 class WithHooks(nn.Module):
@@ -167,7 +168,8 @@ class WithHooks(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), Block(), nn.Linear(6, 6)
         self.first.weight.register_hook(lambda grad: grad * 3)
-        self.last.weight.register_post_accumulate_grad_hook(doubled)
+        self.last.weight.register_post_accumulate_grad_hook(clip)
+        self.last.bias.register_post_accumulate_grad_hook(drop)
         self.inner.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
         self.last.register_full_backward_pre_hook(lambda module, grads: (grads[0] + 1,))
 
@@ -176,11 +178,16 @@ class WithHooks(nn.Module):
         return result
 
 
-def with_a_late_hook(side: Side, number: int) -> None:
-    """One more hook, after `replicate` put its own on the parameters."""
-    if number == 0:
-        side.module.get_parameter("first.bias").register_post_accumulate_grad_hook(doubled)
-    plain(side, number)
+def with_late_hooks(side: Side, number: int) -> None:
+    """More hooks, after `replicate` put its own on the parameters. Rank 0 cannot capture the second backward."""
+    for name, hook in (("first.bias", replace), ("inner.layers.0.bias", clip)) if number == 0 else ():
+        side.module.get_parameter(name).register_post_accumulate_grad_hook(hook)
+    with anomalies() if number == 1 and dist.get_rank() == 0 else nullcontext():
+        plain(side, number)
+
+
+def anomalies() -> AbstractContextManager[Any]:
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def backward_in_autocast(side: Side, number: int) -> None:
@@ -209,7 +216,7 @@ def without_bias() -> nn.Module:
 
 
 def sharpness_aware(side: Side, number: int) -> None:
-    """As its README says for DDP: the first backward is local, the step back comes behind the second."""
+    """As its README says for DDP: the first backward is local, the step back comes after the second."""
     with side.no_sync():
         side.loss(number).backward()
     moved = {}
@@ -250,6 +257,32 @@ def input_gradients(side: Side, number: int) -> None:
     side.run(x.detach() + x.grad.sign() / 10).square().mean().backward()
 
 
+class Recomputed(nn.Module):
+    """Blocks whose backward runs a backward, and a part that is not recomputed, unless `everything` is."""
+
+    def __init__(self, everything: bool = False, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Block(), Block(), Block()
+        self.everything, self.reentrant = everything, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in (self.first, self.middle):
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else RecomputedFunction.apply(block, x)
+        result: torch.Tensor = RecomputedFunction.apply(self.last, x) if self.everything else self.last(x)
+        return result
+
+
+def past_torch(side: Side, number: int) -> None:
+    """As Megatron's schedules do."""
+    loss = side.loss(number)
+    if not side.ours or not number:
+        loss.backward()
+        return
+    run_backward = torch.autograd.Variable._execution_engine.run_backward
+    run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 class GivesNone(torch.autograd.Function):
     """A missing gradient counts as zeros."""
 
@@ -272,10 +305,6 @@ class WithNone(nn.Module):
         return GivesNone.apply(self.layers(x), self.weight * self.factor if self.factor > 1 else self.weight)
 
 
-def anomalies() -> AbstractContextManager[Any]:
-    return torch.autograd.set_detect_anomaly(True, check_nan=False)
-
-
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[], AbstractContextManager[Any]]]] = {
     "compiled": (compile_whole, nullcontext),
     "blocks": (compile_blocks, nullcontext),
@@ -285,15 +314,18 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[], AbstractContextMa
 BOTH = ("compiled", "not compiled")
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[str, ...], dict[str, Any]]] = {
     "two forwards, one backward": (mlp, two_forwards, BOTH, {}),
-    "a forward without a backward": (mlp, forward_without_backward, BOTH, {}),
     "accumulation": (mlp, accumulation, (*BOTH, "eager hooks"), {}),
     "twice through one graph": (mlp, twice_through_one_graph, BOTH, {}),
-    "local, then synced through one graph": (mlp, local_then_synced_through_one_graph, BOTH, {}),
     "GradScaler": (mlp, scaled, BOTH, {}),
     "create_graph": (mlp, create_graph, BOTH, {}),
     "gradient of a gradient": (without_bias, penalty, ("not compiled",), {}),
     "frozen, then trained": (mlp, freeze_later, BOTH, {"steps": 5, "find_unused": True}),
-    "hooks that change gradients": (WithHooks, with_a_late_hook, (*BOTH, "eager hooks"), {"bucket_cap_mb": 1e-6}),
+    "hooks that change gradients": (WithHooks, with_late_hooks, (*BOTH, "eager hooks"), {"bucket_cap_mb": 1e-6}),
+    "inner backwards": (Recomputed, plain, ("blocks", "not compiled"), {}),
+    "inner backwards only": (lambda: Recomputed(everything=True), plain, ("eager hooks", "not compiled"), {}),
+    "reentrant checkpoints": (lambda: Recomputed(reentrant=True), plain, ("blocks", "not compiled"), {}),
+    "past torch.autograd": (mlp, past_torch, BOTH, {}),
+    "started in C++": (mlp, in_cpp, BOTH, {}),
     "no gradient for a parameter": (lambda: WithNone(1), plain, ("blocks", "eager hooks", "not compiled"), {}),
     "no gradient for a product": (lambda: WithNone(3), plain, ("blocks", "eager hooks", "not compiled"), {}),
     "sharpness-aware": (mlp, sharpness_aware, BOTH, {}),
@@ -302,6 +334,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[str, ...], dict[str,
     "dropout": (with_dropout, plain, ("compiled",), {}),
     "a backward in autocast": (two_blocks, backward_in_autocast, ("compiled", "blocks"), {"bucket_cap_mb": 1e-4}),
 }
+
+
+NOT_CAPTURED = ("create_graph", "hooks that change gradients", "past torch.autograd", "started in C++")
 
 
 def run_case(case: str, way: str) -> Report:
@@ -319,8 +354,25 @@ def run_case(case: str, way: str) -> Report:
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case in CASES for way in CASES[case][2]])
 def test_step_beside_torch_ddp(ranks: Ranks, case: str, way: str) -> None:
     for report in ranks.run(run_case, case, way):
-        if way == "compiled" and case != "create_graph":
+        if way == "compiled" and case not in NOT_CAPTURED:
             assert set(report.backwards) <= {"captured", "captured without sync"}
+
+
+@on_ranks("ranks")
+def test_what_inner_backwards_use_is_not_taken_for_unused() -> None:
+    """torch's DDP takes it for that."""
+    torch.manual_seed(0)
+    model = Recomputed()
+    alone = copy.deepcopy(model)
+    dp_compile.replicate(model, config=AOT, find_unused_parameters=True)
+    for number in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+            each(batch(number)).square().mean().backward()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(other.grad)
+            torch.testing.assert_close(mine.grad, other.grad / dist.get_world_size())
+    dp_compile.unreplicate(model)
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------
@@ -342,30 +394,22 @@ class WithBuffers(nn.Module):
         return result
 
 
-@nothing_beside
-def run_buffers() -> tuple[list[dict[str, int]], list[int], dict[str, torch.Tensor]]:
-    calls, state, report = [], {}, None
+@on_ranks("ranks")
+def test_buffers_are_copied_coalesced_and_outside_the_captured_graph() -> None:
+    """One broadcast for each dtype; the captured graphs hold none."""
+    calls = []
 
     def step(side: Side, number: int) -> None:
+        counted = gloo_calls(lambda: plain(side, number))
         if side.ours:
-            calls.append(gloo_calls(lambda: plain(side, number)))
-            state.update({name: buffer.clone() for name, buffer in side.module.named_buffers()})
-        else:
-            plain(side, number)
+            calls.append(counted)
+            assert side.module.get_buffer("steps").item() == number + 1
+            same_on_all_ranks(side.module)
 
-    report = beside(WithBuffers, step, config=AOT)
-    return calls, [record.collectives for record in report.captures], state
-
-
-def test_buffers_are_copied_coalesced_and_outside_the_captured_graph(ranks: Ranks) -> None:
-    """One broadcast for each dtype; the captured graphs hold none."""
-    first, second, *_ = ranks.run(run_buffers)
-    for calls, collectives, state in (first, second):
-        assert calls == [{"gloo:all_reduce": 1, "gloo:broadcast": 2}] * 3
-        assert set(collectives) == {1}
-        assert state["steps"].item() == 3
-    for name, buffer in first[2].items():
-        assert torch.equal(buffer, second[2][name])
+    with NO_OTHER_COLLECTIVES:
+        report = beside(WithBuffers, step, config=AOT)
+    assert calls == [{"gloo:all_reduce": 1, "gloo:broadcast": 2}] * 3
+    assert {record.collectives for record in report.captures} == {1}
 
 
 # --- what is refused --------------------------------------------------------------------
@@ -400,6 +444,18 @@ def test_some_parameters_as_inputs() -> None:
     with pytest.raises(dp_compile.ReductionError, match=r"inputs=\.\.\.\) names some parameters .* not 0\.bias, 2\."):
         model(torch.ones(2, 6)).sum().backward(inputs=[model[0].weight])
     dp_compile.unreplicate(model)
+
+
+@on_ranks("ranks")
+def test_an_optimizer_in_a_hook() -> None:
+    """It would step on local gradients. Rank 0 reduces by eager hooks."""
+    torch._dynamo.reset()
+    model = dp_compile.replicate(mlp(), config=AOT)
+    run = not_compiled(model) if dist.get_rank() == 0 else compile_whole(model)
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(dp_compile.ReductionError, match=r"0\.weight.* inside a hook"):
+        run(batch(0)).square().mean().backward()
 
 
 @pytest.mark.usefixtures("fake_group")

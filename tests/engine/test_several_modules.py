@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from parity import AOT, batch, compare, compile_whole, mlp
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,57 +19,49 @@ import dp_compile
 from dp_compile._torch import compiler
 from dp_compile._torch.compiler import captures
 from dp_compile.decentralized import decentralize
-from dp_compile.errors import DPCompileError
-from dp_compile.insight.report import Report
-from dp_compile.testing.ranks import Ranks
 
 # --- other modules on other ranks --------------------------------------------------------------------------------
 
 
-def run_mix(way: str) -> str:
-    """In the fourth step rank 0 needs the first head, rank 1 the second: of the same shapes."""
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
+@on_ranks("ranks2")
+def test_ranks_that_reduce_different_modules_together(way: str) -> None:
+    """In the fourth step rank 0 needs the first head, rank 1 the second, of the same shapes. Gradients of two modules
+    were averaged with each other, without an error."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     heads = [dp_compile.replicate(nn.Sequential(nn.Linear(6, 6)), config=AOT) for _ in range(2)]
-    runs = [torch.compile(head, backend="aot_eager") if way != "not compiled" else head for head in heads]
-    try:
-        for number in range(4):
-            for run in runs if number < 3 else [runs[dist.get_rank()]]:
-                with torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
-                    run(batch(number)).square().mean().backward()
-    except DPCompileError as error:
-        return str(error)
-    finally:
-        for head in heads:
-            dp_compile.unreplicate(head)
-    return "no error"
+    runs = [compile_whole(head) if way != "not compiled" else head for head in heads]
 
+    def step(run: Any, number: int) -> None:
+        eager = torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False)
+        with warnings.catch_warnings(action="ignore"), eager:
+            run(batch(number)).square().mean().backward()
 
-@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
-def test_ranks_that_reduce_different_modules_together(ranks2: Ranks, way: str) -> None:
-    """Gradients of two modules were averaged with each other, without an error."""
-    errors = ranks2.run(run_mix, way)
-    for error in errors:
-        assert "reduced different modules together" in error
-        assert "rank 0 the module of 0.weight" in error
-        assert "rank 1 the module of 0.weight" in error
+    for number in range(3):
+        for run in runs:
+            step(run, number)
+    text = "reduced different modules together.*rank 0 the module of 0.weight.*rank 1 the module of 0.weight"
+    with pytest.raises(dp_compile.DPCompileError, match=text):
+        step(runs[dist.get_rank()], 3)
+    for head in heads:
+        dp_compile.unreplicate(head)
 
 
 # --- modules of different kinds in one backward --------------------------------------------------------------------
 
-SECOND = {"another backend": dp_compile.ReplicateConfig(), "torch's DDP": None}
 
-
-def run_kinds(kind: str) -> dict[str, int]:
+@pytest.mark.parametrize("of_torch", [False, True])
+@on_ranks("ranks")
+def test_modules_of_different_kinds_in_one_backward(of_torch: bool) -> None:
+    """With a module of another backend, and with one of torch's DDP."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     ours = [mlp(), mlp()]
     theirs = [DistributedDataParallel(copy.deepcopy(each)) for each in ours]
-    first, of_torch = dp_compile.replicate(ours[0], config=AOT), kind == "torch's DDP"
-    second: nn.Module = (
-        DistributedDataParallel(ours[1]) if of_torch else dp_compile.replicate(ours[1], config=SECOND[kind])
-    )
-    compiled = torch.compile(first, backend="aot_eager")
+    first = dp_compile.replicate(ours[0], config=AOT)
+    second = DistributedDataParallel(ours[1]) if of_torch else dp_compile.replicate(ours[1])
+    compiled = compile_whole(first)
     for number in range(3):
         for model in (*ours, *theirs):
             model.zero_grad()
@@ -80,131 +69,65 @@ def run_kinds(kind: str) -> dict[str, int]:
         theirs[1](theirs[0](batch(number))).square().mean().backward()
         for mine, other in zip(ours, theirs, strict=True):
             compare(mine, other.module, f"step {number}", rtol=1e-5, atol=1e-6)
-    report = dp_compile.report(first)
-    for each in [first] if of_torch else [first, second]:
+    assert dp_compile.report(first).backwards == {"eager hooks": 3}
+    for each in (first,) if of_torch else (first, second):
         dp_compile.unreplicate(each)
-    return dict(report.backwards)
-
-
-@pytest.mark.parametrize("kind", SECOND)
-def test_modules_of_different_kinds_in_one_backward(ranks: Ranks, kind: str) -> None:
-    for backwards in ranks.run(run_kinds, kind):
-        assert backwards == {"eager hooks": 3}
 
 
 # --- two groups, two dtypes, tied and repeated parameters ------------------------------------------------------------
 
 
-STEPS = 4
-PAIRS = ((0, 1), (2, 3))
-
-
 class Mixed(nn.Module):
-    """Tokens to logits in two dtypes: embedding and head share one float32 weight, a bfloat16 layer is used twice.
+    """Two dtypes: embedding and head share one float32 weight, a bfloat16 layer is used twice.
 
     Only products, sums and `relu` are in bfloat16: they round alike when traced and when not.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.token = nn.Embedding(11, 6)
-        self.wide = nn.Linear(6, 6)
-        self.again = nn.Linear(6, 6).bfloat16()
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 11)
+        self.token, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
         self.head.weight = self.token.weight
+        self.again, self.norm = nn.Linear(6, 6).bfloat16(), nn.LayerNorm(6)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.wide(self.token(tokens)).tanh()).bfloat16()
+        x = self.norm(self.token(tokens)).bfloat16()
         logits: torch.Tensor = self.head(self.again(self.again(x).relu()).float())
         return logits
 
 
-def group_of(members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """This rank's of several disjoint groups; every rank makes them all."""
-    groups = {rank: group for ranks in members if (group := dist.new_group(list(ranks))) for rank in ranks}
-    return groups[dist.get_rank()]
-
-
-def words(step: int) -> torch.Tensor:
-    return torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-
-
-def loss_of(first: Any, second: Any, step: int) -> torch.Tensor:
-    first_loss: torch.Tensor = first(words(step)).square().mean()
-    second_loss: torch.Tensor = second(words(step + STEPS)).sin().mean()
-    return first_loss + second_loss
-
-
-def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """What data parallelism means, without any of it: add up over the group, divide by its size."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.div_(dist.get_world_size(group))
-        dist.all_reduce(parameter.grad, group=group)
-
-
-def compare_rounded(ours: nn.Module, theirs: nn.Module, when: str) -> None:
-    """In bfloat16 a sum over ranks depends on their order, which depends on the place in a bucket."""
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert mine.grad is not None, name
-        assert other.grad is not None, name
-        assert (mine.grad.dtype, mine.grad.stride()) == (mine.dtype, mine.stride()), name
-        error = (mine.grad - other.grad).abs().max()
-        assert error <= 4 * torch.finfo(mine.dtype).eps * other.grad.abs().max(), f"{when}: {name}: {error}"
-
-
-def train_two(others: Sequence[Sequence[int]], cap_mb: float) -> tuple[int, list[Report], list[list[torch.Tensor]]]:
-    """How many backwards were captured; of both modules the reports, and the parameters in the end."""
+@on_ranks("ranks4")
+def test_two_groups_two_dtypes_tied_and_repeated_parameters() -> None:
+    """All is one graph with the collectives of both plans; as gradients that are averaged by hand over each group."""
     torch._dynamo.reset()
-    before = compiler.captures()
-    groups = group_of(PAIRS), group_of(others)
-    models = Mixed(0), Mixed(1)
+    torch.manual_seed(0)
+    before, models, groups = compiler.captures(), (Mixed(), Mixed()), (dist.new_subgroups(2)[0], dist.group.WORLD)
     plain = copy.deepcopy(models)
     for model, group in zip(models, groups, strict=True):
-        dp_compile.replicate(model, process_group=group, bucket_cap_mb=cap_mb, config=AOT)
-    compiled = [torch.compile(model, backend="aot_eager") for model in models]
-    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.05)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(*compiled, step).backward()
-        for ours, theirs in zip(models, plain, strict=True):
-            theirs.load_state_dict(ours.state_dict())
-            theirs.zero_grad()
-        loss_of(*plain, step).backward()
-        for ours, theirs, group in zip(models, plain, groups, strict=True):
-            average_gradients(theirs, group)
-            compare_rounded(ours, theirs, f"step {step}")
-        optimizer.step()
+        dp_compile.replicate(model, process_group=group, bucket_cap_mb=1e-4, config=AOT)
+    compiled = [compile_whole(model) for model in models]
+    for step in range(3):
+        for modules, (first, second) in ((models, compiled), (plain, plain)):
+            for each in modules:
+                each.zero_grad()
+            (first(tokens(step)).square().mean() + second(tokens(step + 9)).sin().mean()).backward()
+        for model, alone, group in zip(models, plain, groups, strict=True):
+            for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert (mine.grad.dtype, mine.grad.stride()) == (mine.dtype, mine.stride()), name
+                expected = other.grad / dist.get_world_size(group)
+                dist.all_reduce(expected, group=group)
+                # In bfloat16 a sum over ranks depends on their order, which depends on the place in a bucket.
+                bound = 4 * torch.finfo(mine.dtype).eps * expected.abs().max()
+                assert (mine.grad - expected).abs().max() <= bound, f"step {step}: {name}"
+    assert compiler.captures() - before == 1
     reports = [dp_compile.report(model) for model in models]
+    for report in reports:
+        assert report.backwards == {"captured": 3}
+        assert {bucket.key.dtype for bucket in report.plan.buckets} == {"float32", "bfloat16"}
+    (record,), (other,) = (report.captures for report in reports)
+    assert record == other
+    assert (record.graphs, record.collectives) == (1, sum(len(report.plan.buckets) for report in reports))
     for model in models:
         dp_compile.unreplicate(model)
-    return compiler.captures() - before, reports, [[each.detach() for each in model.parameters()] for model in models]
-
-
-@pytest.mark.parametrize(
-    ("others", "cap_mb", "of_each"),
-    [(((0, 1, 2, 3),), 1e-4, 4), pytest.param(((0, 2), (1, 3)), 25, 2, marks=pytest.mark.nightly)],
-)
-def test_two_groups_two_dtypes_tied_and_repeated_parameters(
-    ranks4: Ranks, others: tuple[tuple[int, ...], ...], cap_mb: float, of_each: int
-) -> None:
-    """The numbers are compared on the ranks. Here: all was one graph, with the collectives of both plans."""
-    outcomes = ranks4.run(train_two, others, cap_mb)
-    for number, members in enumerate((PAIRS, others)):
-        for ranks in members:
-            for first, *rest in zip(*(outcomes[rank][2][number] for rank in ranks), strict=True):
-                assert all(torch.equal(first, other) for other in rest)
-    for captured, reports, _ in outcomes:
-        assert captured == 1
-        for report in reports:
-            assert report.backwards == {"captured": STEPS}
-            assert {bucket.key.dtype for bucket in report.plan.buckets} == {"float32", "bfloat16"}
-            assert len(report.plan.buckets) == of_each
-        (first,), (second,) = (report.captures for report in reports)
-        assert first == second
-        assert (first.graphs, first.collectives) == (1, 2 * of_each)
 
 
 # --- parts of one model: each is replicated first, then the whole, as with `fully_shard` -----------------------------
@@ -244,30 +167,23 @@ def tokens(number: int) -> torch.Tensor:
     return torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
-WAYS: dict[str, Any] = {
-    "captured": compile_whole,
-    "inductor": torch.compile,
-    "one rank by hooks": compile_whole,
-    "eager hooks": compile_whole,
-}
-
-
-def run_beside_fsdp(way: str) -> list[dict[str, int]]:
-    """Three steps with an accumulation each, beside FSDP2 with the same nested policies."""
+@pytest.mark.parametrize("eager_rank", [-1, 1])
+@on_ranks("ranks2")
+def test_as_fsdp_with_nested_policies(eager_rank: int) -> None:
+    """Three steps with an accumulation each, and the same by FSDP2 with the same nested policies."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, whole = Net(), MixedPrecisionPolicy(BF16, F32)
     theirs = copy.deepcopy(model)
-    config = AOT if way != "inductor" else dp_compile.ReplicateConfig()
     for name, policy in POLICIES.items():
-        dp_compile.replicate(model.get_submodule(name), config=config, mp_policy=policy)
+        dp_compile.replicate(model.get_submodule(name), config=AOT, mp_policy=policy)
         fully_shard(theirs.get_submodule(name), mp_policy=policy)
-    dp_compile.replicate(model, config=replace(config, mp_policy=whole))
+    dp_compile.replicate(model, config=AOT, mp_policy=whole)
     fully_shard(theirs, mp_policy=whole)
-    ours = WAYS[way](model)
+    ours = compile_whole(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, theirs)]
     for step in range(3):
-        eager = way == "one rank by hooks" and step > 0 and dist.get_rank() == 1
+        eager = step > 0 and dist.get_rank() == eager_rank
         for micro in range(2):
             for module, run in ((model, ours), (theirs, theirs)):
                 module.set_requires_gradient_sync(micro == 1)
@@ -279,63 +195,17 @@ def run_beside_fsdp(way: str) -> list[dict[str, int]]:
                     assert result.dtype == BF16
                     result.float().square().mean().backward()
         for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
-            for mine, full in ((one.grad, other.grad.full_tensor()), (one, other.full_tensor())):
-                if way == "inductor":  # it rounds less often between operators
-                    torch.testing.assert_close(mine, full, rtol=0.02, atol=0.004)
-                else:
-                    assert torch.equal(mine, full), f"{name} in step {step}"
+            assert torch.equal(one.grad, other.grad.full_tensor()), f"gradient of {name} in step {step}"
+            assert torch.equal(one, other.full_tensor()), f"{name} in step {step}"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    replicas = [*parts(model), model]
-    found = [dict(dp_compile.report(each).backwards) for each in replicas]
-    for each in replicas:
+    expected = {"captured": 3, "captured without sync": 3}
+    if dist.get_rank() == eager_rank:
+        expected = {"captured": 1, "eager hooks": 2, "captured without sync": 1, "without sync": 2}
+    for each in (*parts(model), model):
+        assert dp_compile.report(each).backwards == expected
         dp_compile.unreplicate(each)
-    return found
-
-
-@pytest.mark.parametrize("way", ["captured", "one rank by hooks", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_as_fsdp_with_nested_policies(ranks2: Ranks, way: str) -> None:
-    for rank, found in enumerate(ranks2.run(run_beside_fsdp, way)):
-        eager = 2 * rank if way == "one rank by hooks" else 0
-        expected = {"captured": 3 - eager, "eager hooks": eager}
-        expected |= {"without sync": eager, "captured without sync": 3 - eager}
-        assert found == [{key: count for key, count in expected.items() if count}] * 5, found
-
-
-def run_options_of_a_part(way: str) -> None:
-    """A part with a hook and the whole with a factor: as gradients that are reduced by hand."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Net()
-    plain = copy.deepcopy(model)
-    dp_compile.replicate(model.embed, config=AOT)
-    dp_compile.replicate(model, config=AOT)
-    model.embed.register_comm_hook(None, fp16_compress_hook)
-    model.set_gradient_divide_factor(1.0)
-    run = WAYS[way](model)
-    for step in range(3):
-        for module in (model, plain):
-            module.zero_grad()
-        for micro in range(2):
-            with dp_compile.no_sync(model) if micro == 0 else nullcontext():
-                with (
-                    warnings.catch_warnings(action="ignore"),
-                    torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False),
-                ):
-                    run(tokens(2 * step + micro)).square().mean().backward()
-            plain(tokens(2 * step + micro)).square().mean().backward()
-        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            expected = (other.grad / 2).half() if name == "embed.weight" else other.grad
-            dist.all_reduce(expected)
-            assert torch.equal(one.grad, expected.float()), f"{name}, {step}"
-    for each in (model.embed, model):
-        dp_compile.unreplicate(each)
-
-
-@pytest.mark.parametrize("way", ["captured", "eager hooks"])
-def test_each_keeps_its_options(ranks2: Ranks, way: str) -> None:
-    ranks2.run(run_options_of_a_part, way)
 
 
 @pytest.mark.usefixtures("fake_group")

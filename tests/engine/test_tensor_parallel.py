@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from docs_scripts import python_of
 from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
+from on_ranks import on_ranks
 from parity import AOT
 from torch import nn
 from torch.distributed import checkpoint
@@ -199,7 +201,7 @@ def train(
 
 @pytest.mark.usefixtures("fake_group")
 def test_plans_know_when_parts_are_ready() -> None:
-    """The same local model, with DTensors and without: in a captured graph all DTensors stand behind everything."""
+    """The same local model, with DTensors and without: in a captured graph all DTensors stand after everything."""
     found = []
     for spread in (True, False):
         torch._dynamo.reset()
@@ -246,7 +248,8 @@ def test_equals_one_process(
 # --- with other options ----------------------------------------------------------------------------------------
 
 
-def uneven() -> None:
+@on_ranks("meshed")
+def test_uneven_inputs() -> None:
     """The ranks of one place of `dp` have fewer batches, all of them that hold parts of it."""
     model, alone, mesh = models("everything", (2, 2), tied=True)
     dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
@@ -265,10 +268,6 @@ def uneven() -> None:
         torch.testing.assert_close(full(dict(model.named_parameters())[name]), parameter.detach())
 
 
-def test_uneven_inputs(meshed: Ranks) -> None:
-    meshed.run(uneven)
-
-
 class Roots(nn.Module):
     """The gradient of a square root at zero is not finite, and the loss is."""
 
@@ -281,8 +280,9 @@ class Roots(nn.Module):
         return self.down(self.up(x).sqrt())  # type: ignore[no-any-return]
 
 
-def not_finite() -> str:
-    """One element of one part, on one rank of `dp`."""
+@on_ranks("meshed")
+def test_what_is_not_finite_in_one_part_is_an_error_on_every_rank() -> None:
+    """Those that hold other parts would wait for the ranks that raise, in the next collective of tensor parallel."""
     torch._dynamo.reset()
     mesh = mesh_of((2, 2))
     torch.manual_seed(0)
@@ -294,24 +294,14 @@ def not_finite() -> str:
     run(x).sum().backward()
     with torch.no_grad():
         model.up.weight.to_local()[0] *= tuple(mesh.get_coordinate() or ()) != (1, 0)
-    try:
+    here, elsewhere = r"up\.weight \(inf\)", "not finite: parts of DTensors that other ranks hold. The loss was finite"
+    with pytest.raises(dp_compile.ReductionError, match=elsewhere if mesh.get_local_rank("tp") else here):
         run(x).sum().backward()
-    except dp_compile.ReductionError as error:
-        return str(error)
-    return "no error"
 
 
-def test_what_is_not_finite_in_one_part_is_an_error_on_every_rank(meshed: Ranks) -> None:
-    """Those that hold other parts would wait for the ranks that raise, in the next collective of tensor parallel."""
-    said = meshed.run(not_finite)
-    assert ["up.weight (inf)" in each for each in said] == [True, False, True, False], said
-    assert ["not finite: parts of DTensors that other ranks hold. The loss was finite" in each for each in said] == [
-        False, True, False, True
-    ], said  # fmt: skip
-
-
-def clipped() -> None:
-    """Plain gradients beside DTensors, and parts of a dimension that some rank holds nothing of."""
+@on_ranks("meshed")
+def test_clipping() -> None:
+    """Plain gradients with DTensors, and parts of a dimension that some rank holds nothing of."""
     for plan, order, shape in (("colwise", 2.0, (2, 2)), ("everything", math.inf, (2, 2)), ("everything", 3.0, (1, 4))):
         model, alone, mesh = models(plan, shape, tied=plan == "everything", hidden=3)
         dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
@@ -327,10 +317,6 @@ def clipped() -> None:
             if mesh["tp"].get_local_rank() == 0:
                 model.up.weight.grad.to_local()[0, 0] = odd
             assert is_odd(dp_compile.optim.clip_grad_norm_(model.parameters(), 0.1, order))
-
-
-def test_clipping(meshed: Ranks) -> None:
-    meshed.run(clipped)
 
 
 # --- the page --------------------------------------------------------------------------------------------------
@@ -369,65 +355,39 @@ def test_the_page(meshed: Ranks, tmp_path: Path) -> None:
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
-def refusals() -> dict[str, str]:
-    """What is said of each combination that is not supported."""
-    said: dict[str, str] = {}
+@on_ranks("meshed")
+def test_refusals() -> None:
     mesh = mesh_of((2, 2))
 
-    def parallel() -> Any:
+    def parallel(odd: torch.Tensor | None = None) -> Any:
         torch.manual_seed(0)
         model = Net()
         colwise(model, mesh["tp"])
+        if odd is not None:
+            model.odd = nn.Parameter(odd)
         return model
 
-    def note(name: str, attempt: Callable[[], object]) -> None:
-        try:
-            attempt()
-        except dp_compile.DPCompileError as error:
-            said[name] = str(error)
-        else:
-            said[name] = "no error"
+    def updated(**options: Any) -> None:
+        dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
-    note("whole group", lambda: dp_compile.replicate(parallel()))
-    note("same dimension", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["tp"]))
-    crossed = [dist.new_group(each) for each in ([0, 3], [1, 2])][dist.get_rank() in (1, 2)]
-    note("other parts", lambda: dp_compile.replicate(parallel(), process_group=crossed))
-    model = parallel()
+    model = dp_compile.replicate(parallel(), device_mesh=mesh["dp"], config=AOT)
     averager = averaging.PeriodicModelAverager(1, process_group=mesh["dp"].get_group())
-    note("averaging", lambda: averager.average_parameters(model.parameters()))
-    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
-    note("in_backward", lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    note("comm hook", lambda: model.register_comm_hook(None, lambda state, bucket: None))
-    note(
-        "crossing",
-        lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap_forward=True),
-    )
-    for name, odd in (
-        ("partial", DTensor.from_local(torch.ones(8), mesh["tp"], [Partial()])),
-        ("complex", distribute_tensor(torch.ones(8, dtype=torch.complex64), mesh["tp"], [Replicate()])),
-    ):
-        other = parallel()
-        other.odd = nn.Parameter(odd)
-        note(name, partial(dp_compile.replicate, other, device_mesh=mesh["dp"]))
-    note(
-        "decentralize",
-        lambda: decentralize(parallel(), topology="complete", optimizer=lambda named: torch.optim.SGD(named, lr=0.1)),
-    )
-    return said
-
-
-def test_refusals(meshed: Ranks) -> None:
-    expected = {
-        "whole group": "device_mesh=mesh['dp']",
-        "same dimension": "device_mesh=mesh['dp']",
-        "other parts": "part [1] of [2]",
-        "averaging": "which has no average",
-        "in_backward": "does not know DTensor parameters",
-        "comm hook": "would see parts of gradients",
-        "crossing": "does not know DTensor parameters",
-        "partial": "odd is a DTensor with a Partial placement",
-        "complex": "odd is a complex DTensor",
-        "decentralize": "does not know DTensor parameters",
-    }
-    for said in meshed.run(refusals):
-        assert {name: words in said[name] for name, words in expected.items()} == dict.fromkeys(expected, True), said
+    crossed = [dist.new_group(each) for each in ([0, 3], [1, 2])][dist.get_rank() in (1, 2)]
+    is_partial = DTensor.from_local(torch.ones(8), mesh["tp"], [Partial()])
+    is_complex = distribute_tensor(torch.ones(8, dtype=torch.complex64), mesh["tp"], [Replicate()])
+    replicate, unknown = dp_compile.replicate, "does not know DTensor parameters"
+    attempts: list[tuple[Callable[[], Any], str]] = [
+        (lambda: replicate(parallel()), "device_mesh=mesh['dp']"),
+        (lambda: replicate(parallel(), device_mesh=mesh["tp"]), "device_mesh=mesh['dp']"),
+        (lambda: replicate(parallel(), process_group=crossed), "part [1] of [2]"),
+        (lambda: replicate(parallel(is_partial), device_mesh=mesh["dp"]), "odd is a DTensor with a Partial placement"),
+        (lambda: replicate(parallel(is_complex), device_mesh=mesh["dp"]), "odd is a complex DTensor"),
+        (lambda: averager.average_parameters(parallel().parameters()), "which has no average"),
+        (lambda: model.register_comm_hook(None, lambda state, bucket: None), "would see parts of gradients"),
+        (lambda: updated(), unknown),
+        (lambda: updated(overlap_forward=True), unknown),
+        (lambda: decentralize(parallel(), topology="complete", optimizer=torch.optim.SGD), unknown),
+    ]
+    for attempt, text in attempts:
+        with pytest.raises(dp_compile.DPCompileError, match=re.escape(text)):
+            attempt()

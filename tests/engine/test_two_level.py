@@ -6,14 +6,15 @@ Beside torch's DDP they are run by the fuzzer (`levels`), with unused parameters
 from __future__ import annotations
 
 import copy
-import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of
+from on_ranks import on_ranks
 from parity import AOT, batch, compile_whole, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -33,30 +34,22 @@ def stages_of(report: Report) -> list[list[str]]:
     return [[stage.op for stage in bucket.key.reduction.stages] for bucket in report.plan.buckets]
 
 
-def gradient_of(model: nn.Module, value: float) -> float:
-    model.zero_grad()
-    torch.compile(model, backend="aot_eager")(torch.full((1, 1), value)).sum().backward()
-    (parameter,) = model.parameters()
-    assert parameter.grad is not None
-    return float(parameter.grad)
-
-
-def run_other_meshes() -> tuple[str, list[tuple[list[list[str]], float]], str]:
-    """Of a mesh that rank 3 is not in; stages and average of meshes with a dimension of size one, and of a slice."""
+@on_ranks("ranks4")
+def test_meshes_of_other_shapes() -> None:
+    """A mesh that rank 3 is not in, meshes with a dimension of size one, and a slice."""
     torch._dynamo.reset()
-    rank, said, found = dist.get_rank(), "", []
     three = DeviceMesh("cpu", [[0], [1], [2]], mesh_dim_names=NODES)
     larger = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("rows", "columns", "other"))
     flat = [init_device_mesh("cpu", shape, mesh_dim_names=NODES) for shape in ((1, 4), (4, 1))]
-    for mesh in (three, *flat, larger["rows", "columns"]):
-        model = nn.Linear(1, 1, bias=False)
-        try:
-            dp_compile.replicate(model, device_mesh=mesh, config=AOT)
-        except dp_compile.ConfigError as error:
-            said = str(error)
-            continue
-        average = gradient_of(model, float(rank))
-        found.append((stages_of(dp_compile.report(model)), average))
+    if dist.get_rank() == 3:
+        with pytest.raises(dp_compile.ConfigError, match="this rank is not in the given device_mesh"):
+            dp_compile.replicate(nn.Linear(1, 1, bias=False), device_mesh=three, config=AOT)
+    for mesh in (*([three] if dist.get_rank() < 3 else ()), *flat, larger["rows", "columns"]):
+        model = dp_compile.replicate(nn.Linear(1, 1, bias=False), device_mesh=mesh, config=AOT)
+        compile_whole(model)(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+        assert float(model.weight.grad) == (1.0 if mesh is three else 1.5)
+        on_one_level = mesh is three or mesh in flat
+        assert stages_of(dp_compile.report(model)) == [["all_reduce"] if on_one_level else TWO_LEVELS]
     # Nodes whose ranks are no neighbours.
     turned, wide = DeviceMesh("cpu", [[0, 2], [1, 3]]), mlp().double()
     dp_compile.replicate(wide, device_mesh=turned, config=AOT)
@@ -66,61 +59,45 @@ def run_other_meshes() -> tuple[str, list[tuple[list[list[str]], float]], str]:
     compile_whole(wide)(batch(0).double()).square().mean().backward()
     for parameter, each in zip(wide.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, each, rtol=1e-12, atol=1e-15)
-    fitted = dp_compile.calibrate(device_mesh=turned)
-    assert None not in (fitted.cost.inside, fitted.cost.between)
-    return said, found, fitted.cost
+    costs: list[Any] = [None] * 4
+    dist.all_gather_object(costs, dp_compile.calibrate(device_mesh=turned).cost)
+    assert None not in (costs[0].inside, costs[0].between)
+    assert len(set(costs)) == 1  # levels are measured, alike on every rank
 
 
-def test_meshes_of_other_shapes(ranks4: Ranks) -> None:
-    one, two, results = [["all_reduce"]], [TWO_LEVELS], ranks4.run(run_other_meshes)
-    assert len({fitted for *_, fitted in results}) == 1  # levels are measured, alike on every rank
-    for rank, (said, found, _) in enumerate(results):
-        assert ("this rank is not in the given device_mesh" in said) is (rank == 3)
-        assert found == [(one, 1.0)] * (rank < 3) + [(one, 1.5), (one, 1.5), (two, 1.5)]
-
-
-def refusals() -> dict[str, str]:
-    said: dict[str, str] = {}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NODES)
+@on_ranks("ranks4")
+def test_what_is_not_allowed_is_said_on_every_rank() -> None:
+    mesh, turned = (DeviceMesh("cpu", each, mesh_dim_names=NODES) for each in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
 
-    def note(what: str, hook: Any = None, **options: Any) -> None:
-        try:
-            model: Any = dp_compile.replicate(mlp(), **{"device_mesh": mesh} | options)
-            model.register_comm_hook(dp_compile.HookState() if hook is not a_hook else None, hook)
-        except dp_compile.DPCompileError as error:
-            said[what] = str(error)
+    def hooked(state: Any, hook: Any) -> None:
+        model: Any = dp_compile.replicate(mlp(), device_mesh=mesh)
+        model.register_comm_hook(state, hook)
+
+    def replicated(device_mesh: DeviceMesh | None, **options: Any) -> None:
+        dp_compile.replicate(mlp(), device_mesh=device_mesh, **options)
 
     def a_hook(state: Any, bucket: Any) -> Any:
         return default_hooks.allreduce_hook(None, bucket)
 
-    note("dimensions", device_mesh=three)
-    note("other nodes", device_mesh=turned if dist.get_rank() == 1 else mesh)
-    note("one level", device_mesh=None if dist.get_rank() == 2 else mesh)
-    note("no hooks", ddp_python_hook=False)
-    note("hook", a_hook)
-    note("functional hook", dp_compile.QuantizedHook())
-    return said
-
-
-REFUSED = {
-    "dimensions": r"device_mesh must have one dimension, or two .*, got 3 \(a, b, c\)",
-    "other nodes": "device_mesh",
-    "one level": "rank 2 differs from rank 0",
-    "no hooks": "ddp_python_hook=False asks for, does not have a device_mesh with two dimensions",
-    "hook": "comm hook .* reduces over one group, but the device_mesh of .* has two dimensions",
-    "functional hook": "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions",
-}
-
-
-def test_what_is_not_allowed_is_said_on_every_rank(ranks4: Ranks) -> None:
-    for said in ranks4.run(refusals):
-        assert {what: bool(re.search(text, said[what])) for what, text in REFUSED.items()} == dict.fromkeys(said, True)
+    attempts: list[tuple[Callable[[], Any], str]] = [
+        (lambda: replicated(three), r"device_mesh must have one dimension, or two .*, got 3 \(a, b, c\)"),
+        (lambda: replicated(turned if dist.get_rank() == 1 else mesh), "device_mesh"),
+        (lambda: replicated(None if dist.get_rank() == 2 else mesh), "rank 2 differs from rank 0"),
+        (lambda: replicated(mesh, ddp_python_hook=False), "does not have a device_mesh with two dimensions"),
+        (lambda: hooked(None, a_hook), "comm hook .* reduces over one group, but the device_mesh of .* has two dim"),
+        (
+            lambda: hooked(dp_compile.HookState(), dp_compile.QuantizedHook()),
+            "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions",
+        ),
+    ]
+    for attempt, text in attempts:
+        with pytest.raises(dp_compile.DPCompileError, match=text):
+            attempt()
 
 
 def run_beside_fsdp(way: str, wire: torch.dtype | None, factor: float | None, exact: bool) -> Report:
-    """Three steps beside FSDP2's hybrid sharding over the same mesh."""
+    """Three steps, and the same by FSDP2's hybrid sharding over the same mesh."""
     by_hooks = way == "hooks on some ranks" and dist.get_rank() in (0, 3)
     torch._dynamo.reset()
     torch.manual_seed(0)

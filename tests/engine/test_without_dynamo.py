@@ -151,7 +151,7 @@ def post_hook(parameter: torch.Tensor) -> None:
 def test_code_of_the_user_s_that_changes(
     model: nn.Sequential, without: list[int], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamo sees that a variable which the code reads has another value; nobody else would."""
+    """Dynamo sees that a variable which the code reads has another value; nothing else would."""
     if what == "post-accumulate hook":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(post_hook)
@@ -177,7 +177,7 @@ def test_code_of_the_user_s_that_changes(
 
 
 def test_gradients_in_each_other_s_memory(without: list[int]) -> None:
-    """Code that adds in place is for gradients that lie apart; others are added to as plain autograd does."""
+    """Code that adds in place is for gradients that do not overlap; others are added to as plain autograd does."""
     torch._dynamo.reset()
     twin = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     model = dp_compile.replicate(copy.deepcopy(twin), config=AOT)
@@ -219,7 +219,7 @@ def lines(graph: fx.Graph) -> list[str]:
 
 
 class Blocks(nn.Module):
-    """Two that are compiled by themselves, and code between and behind them that is not."""
+    """Two that are compiled by themselves, and code between and after them that is not."""
 
     def __init__(self, *, unused: bool = False) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
 
 
 def test_other_threads_are_kept_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody compiles meanwhile, and who runs compiled code is not told that it is being traced (torch 2.13)."""
+    """No thread compiles meanwhile, and one that runs compiled code is not in a trace (torch 2.13)."""
     seen: list[tuple[bool, bool]] = []
     compile_graph = compilation.CompiledBackward._compile_with_passes
 

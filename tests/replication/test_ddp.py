@@ -1,12 +1,13 @@
-"""The wrapper class against torch's, on two ranks; and what it refuses."""
+"""The wrapper class against torch's, on two ranks; and what it refuses.
+
+It trains as torch's in `test_join.py`, `test_module.py::test_comm_hook_as_torch_ddp` and the fuzzer's runs (`wrapper`).
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import math
-from contextlib import nullcontext
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -23,36 +24,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dp_compile
 from dp_compile import DistributedDataParallel
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
 
 
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-@on_ranks("ranks2")
-def test_trains_as_torch_ddp() -> None:
-    torch._dynamo.reset()
-    ours = DistributedDataParallel(
-        build(), gradient_as_bucket_view=True, config=dp_compile.ReplicateConfig(backend="aot_eager")
-    )
-    theirs = TorchDDP(build(), gradient_as_bucket_view=True)
-    compiled = torch.compile(ours, backend="aot_eager")
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
-    for step in range(5):
-        for micro_step in range(2):
-            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
-            for model, run in ((ours, compiled), (theirs, theirs)):
-                with model.no_sync() if micro_step == 0 else nullcontext():
-                    run(x).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}")
-    assert set(dp_compile.report(ours).backwards) == {"captured", "captured without sync"}
-    assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
 @pytest.mark.parametrize("by_wrapper", [False, True])
@@ -89,15 +65,6 @@ def test_without_hooks_options_that_torch_does_not_have_are_refused() -> None:
             make(build(), config=config)
     with pytest.raises(dp_compile.ConfigError, match="does not have bucket_policy"):
         dp_compile.replicate(build(), ddp_python_hook=False, bucket_policy={nn.Linear})
-
-
-@on_ranks("ranks2")
-def test_ranks_that_give_other_options() -> None:
-    second = dist.get_rank() == 1
-    with pytest.raises(dp_compile.DesyncError, match="DP_COMPILE_DDP_PYTHON_HOOK is false there, true on rank 0"):
-        DistributedDataParallel(build(), ddp_python_hook=False if second else None)
-    with pytest.raises(dp_compile.ConfigError if second else dp_compile.DesyncError, match="bucket_cap_mb"):
-        DistributedDataParallel(build(), bucket_cap_mb=-1.0 if second else None)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -199,6 +166,7 @@ def test_checkpoints_of_torch_ddp_and_of_the_wrapper() -> None:
         assert bool((loaded.module[0].weight == 3).all())
         state = get_model_state_dict(saved)
         assert list(state) == list(build().state_dict())
+        assert list(saved.state_dict()) == list(loaded.state_dict())
         loaded = other_wrap(build())
         assert not set_model_state_dict(loaded, state).missing_keys
         assert bool((loaded.module[0].weight == 3).all())
@@ -233,7 +201,7 @@ def test_torch_ddp_beside_a_replicated_part() -> None:
 
 
 class OwnBuffers(nn.Module):
-    """A buffer of each rank, perhaps of a size of its own, and a parameter that starts differently."""
+    """A buffer of each rank, perhaps of another size, and a parameter that starts differently."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -247,46 +215,31 @@ class OwnBuffers(nn.Module):
         return self.layer(x) + self.mine.mean() + self.wide.sum()
 
 
-def own_buffers(how: str, options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
+OPTIONS = {
+    dp_compile.replicate: {"broadcast_buffers": False},
+    DistributedDataParallel: {"forward_sync_buffers": False},
+}
+
+
+@pytest.mark.parametrize("wrap", OPTIONS)
+@on_ranks("ranks2")
+def test_buffers_of_each_rank(wrap: Any) -> None:
+    """`broadcast_buffers=False` leaves them alone from the start on, `forward_sync_buffers=False` from then on."""
     torch._dynamo.reset()
-    inner = OwnBuffers(2 if options != {"broadcast_buffers": False} or how == "torch" else 2 + dist.get_rank())
-    if how == "torch":
-        del inner._buffers["wide"], inner._buffers["small"]  # torch's own error
-        inner.wide = torch.full((2, 3), float(dist.get_rank()) if options == {"broadcast_buffers": False} else 0.0)
-        if "forward_sync_buffers" in options and "forward_sync_buffers" not in signature(TorchDDP).parameters:
-            dist.broadcast(inner.mine, 0)  # an older torch (before pytorch#178054) does less at the start
-            options = {"broadcast_buffers": False}
-        model: nn.Module = TorchDDP(inner, **options)
-    elif how == "replicate":
-        model = dp_compile.replicate(inner, config=AOT, **options)
-    else:
-        model = DistributedDataParallel(inner, config=AOT, **options)
-    start = [float(inner.mine[0]), float(inner.wide[0, 0])]
-    call = model if how == "torch" else torch.compile(model, backend="aot_eager")
-    for _ in range(2):
+    rank, keeps = dist.get_rank(), wrap is dp_compile.replicate
+    inner = OwnBuffers(2 + rank if keeps else 2)
+    model = wrap(inner, config=AOT, **OPTIONS[wrap])
+    assert float(inner.mine[0]) == float(inner.wide[0, 0]) == float(inner.small[0]) == (rank if keeps else 0)
+    call = torch.compile(model, backend="aot_eager")
+    for step in range(2):
         call(torch.ones(2, 4)).square().mean().backward()
         with torch.no_grad():
-            inner.mine.add_(dist.get_rank())
-    call(torch.ones(2, 4))
-    if how != "torch":
-        both = [torch.empty_like(inner.small.view(torch.float16)) for _ in range(2)]
-        dist.all_gather(both, inner.small.view(torch.float16))
-        kept = options == {"broadcast_buffers": False}
-        assert torch.equal(both[0], both[1]) is not kept
-    return start, [inner.layer.weight.detach(), inner.layer.weight.grad]
-
-
-@pytest.mark.parametrize(
-    ("how", "options"), [("replicate", {"broadcast_buffers": False}), ("wrapper", {"forward_sync_buffers": False})]
-)
-@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
-def test_buffers_of_each_rank(ranks2: Ranks, how: str, options: dict[str, Any]) -> None:
-    """`broadcast_buffers=False` leaves them alone from the start on; parameters are the same in any case."""
-    found, expected = ranks2.run(own_buffers, how, options), ranks2.run(own_buffers, "torch", options)
-    for rank, ((start, tensors), (their_start, theirs)) in enumerate(zip(found, expected, strict=True)):
-        assert start == ([rank, rank] if options == {"broadcast_buffers": False} else [0, 0])
-        assert start == their_start
-        torch.testing.assert_close(tensors, theirs)
+            inner.mine.add_(rank)
+        assert float(inner.mine[0]) == (rank if keeps else 0) + (step + 1) * rank
+    for each in (inner.layer.weight, inner.layer.weight.grad):
+        first = each.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, each)
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -1,4 +1,7 @@
-"""Uneven inputs: the same training as in torch's DDP inside its `join()`, on real ranks."""
+"""Uneven inputs: the same training as in torch's DDP inside its `join()`, on real ranks.
+
+In every way and with all other options: `tests/harness/parity.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from parity import same_on_all_ranks
 from reference_hooks import as_torch_s
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -47,30 +51,25 @@ def batches(count: int, salt: int = 0) -> Iterator[torch.Tensor]:
         yield torch.randn(5, 6, generator=generator, dtype=torch.float64)
 
 
-def twins(*, compiled: bool = True, **options: Any) -> tuple[Any, Any, Any]:
+def twins() -> tuple[Any, Any, Any]:
     """Our wrapper, what to call, and torch's DDP, all from the same start."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net(branches=bool(options))
-    theirs = TorchDDP(copy.deepcopy(model), find_unused_parameters=bool(options))
-    ours = dp_compile.DistributedDataParallel(model, config=CONFIG, **options)
-    return ours, torch.compile(ours, backend="aot_eager") if compiled else ours, theirs
+    model = Net()
+    theirs = TorchDDP(copy.deepcopy(model))
+    ours = dp_compile.DistributedDataParallel(model, config=CONFIG)
+    return ours, torch.compile(ours, backend="aot_eager"), theirs
 
 
-def train(
-    model: Any, run: Any, count: int, *, micro_steps: int = 1, branches: bool = False, **options: bool
-) -> tuple[int, str]:
+def train(model: Any, run: Any, count: int, *, micro_steps: int = 1, **options: bool) -> tuple[int, str]:
     """Train inside `join`; the number of steps, and what was raised."""
-    # In torch's DDP a joined rank hands on the map of used parameters of the step before, so gradients that nobody
-    # produced become zeros there, and stay `None` here. Momentum would show that.
-    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if branches else 0.5), 0
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), 0
     try:
         with model.join(**options):
             for number, x in enumerate(batches(count * micro_steps)):
                 local = (number + 1) % micro_steps != 0
                 with model.no_sync() if local else nullcontext():
-                    side = (branches and (number + dist.get_rank()) % 2 == 0,) if branches else ()
-                    run(x, *side).square().mean().backward()
+                    run(x).square().mean().backward()
                 if not local:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -85,23 +84,14 @@ def same_state(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def same_on_all_ranks(module: nn.Module) -> None:
-    for name, tensor in module.state_dict().items():
-        first = tensor.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, tensor), name
-
-
-def run_uneven(
-    counts: Sequence[int], compiled: bool, settings: dict[str, Any], options: dict[str, Any], hook: bool = False
-) -> str:
+def run_uneven(counts: Sequence[int], settings: dict[str, Any], hook: bool = False) -> str:
     """What is raised, if ranks stop with the first one. `hook`: both sides have a comm hook that remembers."""
-    ours, run, theirs = twins(compiled=compiled, **options)
+    ours, run, theirs = twins()
     for each in (ours, theirs) if hook else ():
         each.register_comm_hook({}, as_torch_s)
     count = counts[dist.get_rank()]
-    steps = train(ours, run, count, branches=bool(options), **settings)
-    assert steps == train(theirs, theirs, count, branches=bool(options), **settings)
+    steps = train(ours, run, count, **settings)
+    assert steps == train(theirs, theirs, count, **settings)
     if steps[1]:
         assert steps[0] == min(counts)
         torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
@@ -112,33 +102,27 @@ def run_uneven(
     # And what follows is ordinary training again.
     for each, call in ((ours, run), (theirs, theirs)):
         each.zero_grad()
-        call(next(batches(1, salt=7))).square().mean().backward() if not options else None
+        call(next(batches(1, salt=7))).square().mean().backward()
     return ""
 
 
-@pytest.mark.parametrize(("counts", "divide", "micro_steps"), [((2, 5), True, 1), ((0, 3), False, 2)])
-def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool, micro_steps: int) -> None:
-    settings = {"divide_by_initial_world_size": divide, "micro_steps": micro_steps}
-    ranks2.run(run_uneven, counts, True, settings, {})
-
-
-def test_unused_parameters_of_a_forward_that_is_not_compiled(ranks2: Ranks) -> None:
-    ranks2.run(run_uneven, (2, 5), False, {}, {"find_unused_parameters": True})
-
-
-def test_a_comm_hook_is_called_on_ranks_without_inputs(ranks2: Ranks) -> None:
-    ranks2.run(run_uneven, (2, 5), True, {"divide_by_initial_world_size": False}, {}, True)
+@pytest.mark.parametrize(
+    ("counts", "divide", "micro_steps", "hook"),
+    [((2, 5), True, 1, False), ((0, 3), False, 2, False), ((2, 5), False, 1, True)],
+)
+def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool, micro_steps: int, hook: bool) -> None:
+    ranks2.run(run_uneven, counts, {"divide_by_initial_world_size": divide, "micro_steps": micro_steps}, hook)
 
 
 def test_throw_on_early_termination(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_uneven, (2, 4), True, {"throw_on_early_termination": True}, {})
+    first, second = ranks2.run(run_uneven, (2, 4), {"throw_on_early_termination": True})
     assert "Rank 0 exhausted all inputs" in first
     assert "Detected at least one rank that exhausted inputs" in second
 
 
 @on_ranks("ranks2")
 def test_beside_a_joinable_of_torch() -> None:
-    """Beside a joinable of torch's own: an optimizer whose ranks each hold a part of the state."""
+    """With a joinable of torch: an optimizer whose ranks each hold a part of the state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of something torch deprecates
 
     ours, run, theirs = twins()
@@ -171,28 +155,25 @@ def test_a_plan_is_settled_while_a_rank_has_no_inputs() -> None:
     assert plans[0] == plans[1]
 
 
-def run_error(config: dp_compile.ReplicateConfig, kind: str) -> str:
+@pytest.mark.parametrize("kind", ["unused", "nan"])
+@on_ranks("ranks2")
+def test_errors_reach_a_rank_without_inputs(kind: str) -> None:
     """Rank 1 goes on alone, and leaves parameters out, or has a loss that is not a number."""
     torch._dynamo.reset()
-    model = dp_compile.replicate(Net(branches=True), config=config)
+    model = dp_compile.replicate(Net(branches=True), config=dataclasses.replace(CONFIG, check_nan=kind == "nan"))
     call = torch.compile(model, backend="aot_eager")
-    try:
+
+    def train_on() -> None:
         with dp_compile.join(model):
             for number, x in enumerate(batches((1, 3)[dist.get_rank()])):
                 factor = float("nan") if kind == "nan" and number else 1.0
                 (factor * call(x, kind == "nan" or number == 0).square().mean()).backward()
-    except dp_compile.ReductionError as error:
-        return str(error)
-    return "no error"
 
-
-def test_errors_reach_a_rank_without_inputs(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_error, CONFIG, "unused")
-    assert "on rank 1: side.weight, side.bias" in first
-    assert "on this rank: side.weight, side.bias" in second
-    for message in ranks2.run(run_error, dataclasses.replace(CONFIG, check_nan=True), "nan"):
-        assert "not finite: first.weight (nan)" in message
-        assert "The loss was not finite on rank 1" in message
+    text = r"not finite: first\.weight \(nan\).*The loss was not finite on rank 1"
+    if kind == "unused":
+        text = f"on {'this rank' if dist.get_rank() else 'rank 1'}: side.weight, side.bias"
+    with pytest.raises(dp_compile.ReductionError, match=text):
+        train_on()
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -214,18 +195,14 @@ def test_refusals() -> None:
         dp_compile.join(whole).__enter__()
 
 
-def run_with_a_factor() -> list[float]:
+@on_ranks("ranks2")
+def test_a_divide_factor_is_what_sums_are_divided_by() -> None:
     torch._dynamo.reset()
     config = dp_compile.ReplicateConfig(backend="aot_eager", gradient_divide_factor=1.0)
     model = dp_compile.replicate(nn.Linear(1, 1, bias=False), config=config)
-    run, found = torch.compile(model, backend="aot_eager"), []
+    run = torch.compile(model, backend="aot_eager")
     with dp_compile.join(model, divide_by_initial_world_size=False):
-        for _ in range(2 if dist.get_rank() == 0 else 1):
+        for expected in (2.0, 1.0) if dist.get_rank() == 0 else (2.0,):
             model.zero_grad()
             run(torch.ones(1, 1)).sum().backward()
-            found.append(float(model.weight.grad))
-    return found
-
-
-def test_a_divide_factor_is_what_sums_are_divided_by(ranks2: Ranks) -> None:
-    assert ranks2.run(run_with_a_factor) == [[2.0, 1.0], [2.0]]
+            assert float(model.weight.grad) == expected

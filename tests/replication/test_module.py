@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from parity import same_on_all_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -64,42 +66,29 @@ class TestClass:
 
     def test_containers_can_be_indexed_and_sliced(self) -> None:
         layers = dp_compile.replicate(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
-        assert layers[0].out_features == 3
-        assert [type(layer) for layer in layers] == [nn.Linear, nn.ReLU, nn.Linear]
         assert type(layers[:2]) is nn.Sequential
         assert layers[:2](torch.ones(1, 2)).shape == (1, 3)
         assert layers[2].weight is layers[-1].weight
         blocks = dp_compile.replicate(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
-        assert type(blocks[1:]) is nn.ModuleList
-        assert blocks[1:][0] is blocks[1]
         assert type(blocks + nn.ModuleList([nn.ReLU()])) is nn.ModuleList
 
-    def test_copies_are_plain(self) -> None:
-        """Also where something inside points back, and with hooks of the user's, but without ours."""
+    def test_copies_and_pickles_are_plain(self, tmp_path: Path) -> None:
+        """Also where something inside points back, and with the user's hooks, but without ours."""
         model = dp_compile.replicate(Net())
         model.register_forward_pre_hook(hook_of_the_user)
         model.head.root = [model]
-        for outermost in (model, nn.Sequential(model)):
-            twin = copy.deepcopy(outermost)
-            twin = twin if outermost is model else twin[0]
-            assert type(twin) is Net
-            assert twin.head.root == [twin]
-            assert list(twin._forward_pre_hooks.values()) == [hook_of_the_user]
-            twin(torch.ones(1, 4)).sum().backward()
-            with pytest.raises(dp_compile.ModuleError, match="Net is not replicated"):
-                dp_compile.report(twin)
+        pickles = [partial(pickle.dumps, protocol=protocol) for protocol in (2, pickle.HIGHEST_PROTOCOL)]
+        for copied in (copy.deepcopy, *(lambda module, dumps=dumps: pickle.loads(dumps(module)) for dumps in pickles)):
+            for twin in (copied(model), copied(nn.Sequential(model))[0]):
+                assert type(twin) is Net
+                assert twin.head.root == [twin]
+                assert list(twin._forward_pre_hooks.values()) == [hook_of_the_user]
+                twin(torch.ones(1, 4)).sum().backward()
+                torch.testing.assert_close(twin.head.weight, model.head.weight)
+                with pytest.raises(dp_compile.ModuleError, match="Net is not replicated"):
+                    dp_compile.report(twin)
+                assert type(dp_compile.replicate(twin)).__name__ == "DDPNet"
         assert type(model).__name__ == "DDPNet"
-
-    def test_pickles_hold_the_plain_module_and_load_without_this_package(self, tmp_path: Path) -> None:
-        model = dp_compile.replicate(Net())
-        model.register_forward_pre_hook(hook_of_the_user)
-        for protocol in (2, pickle.HIGHEST_PROTOCOL):
-            (loaded,) = pickle.loads(pickle.dumps(nn.Sequential(model), protocol))
-            assert type(loaded) is Net
-            assert list(loaded._forward_pre_hooks.values()) == [hook_of_the_user]
-            loaded(torch.ones(1, 4)).sum().backward()
-            torch.testing.assert_close(loaded.head.weight, model.head.weight)
-            assert type(dp_compile.replicate(loaded)).__name__ == "DDPNet"
         torch.save(dp_compile.replicate(nn.Sequential(nn.Linear(2, 2))), tmp_path / "model.pt")
         code = (
             "import sys, torch; sys.modules['dp_compile'] = None; "
@@ -108,19 +97,14 @@ class TestClass:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "Sequential"
 
-    def test_an_average_over_steps(self) -> None:
-        model = dp_compile.DistributedDataParallel(Net(), config=AOT)
-        average, expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)), list[torch.Tensor]()
-        for step in range(3):
-            with torch.no_grad():
-                for each in model.parameters():
-                    each += step
-            average.update_parameters(model)
-            now = [each.detach().clone() for each in model.parameters()]
-            expected = [0.8 * one + 0.2 * other for one, other in zip(expected, now, strict=True)] if step else now
-        torch.testing.assert_close([each.detach() for each in average.module.parameters()], expected)
-
     def test_classes_that_say_how_they_are_copied(self) -> None:
+        wrapper = dp_compile.DistributedDataParallel(Net(), config=AOT)
+        average = AveragedModel(wrapper, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        average.update_parameters(wrapper)
+        with torch.no_grad():
+            wrapper.module.head.bias += 1
+        average.update_parameters(wrapper)
+        torch.testing.assert_close(average.module.module.head.bias + 0.5, wrapper.module.head.bias)
         for plain in (OwnCopy(2, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3)))):
             kind, model = type(plain), dp_compile.replicate(plain, config=AOT)
             twin = AveragedModel(model).module
@@ -146,21 +130,14 @@ def hook_of_the_user(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A forward pre-hook that does nothing."""
 
 
-# --- methods ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("fake_group")
-class TestMethods:
-    def test_no_sync_returns_to_what_was_before(self) -> None:
-        model = dp_compile.replicate(Net())
-        model.set_requires_gradient_sync(False)
+def test_no_sync_returns_to_what_was_before() -> None:
+    model = dp_compile.replicate(Net())
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
         with model.no_sync():
             assert not replica_of(model).state.sync
-        assert not replica_of(model).state.sync
-        model.set_requires_gradient_sync(True)
-        with model.no_sync():
-            assert not replica_of(model).state.sync
-        assert replica_of(model).state.sync
+        assert replica_of(model).state.sync is sync
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -191,11 +168,7 @@ class TestPending:
             dp_compile.report(model)
         with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device.*to_empty"):
             model(torch.ones(1, 4))
-        model.to_empty(device="cpu")
-        compiled = torch.compile(model, backend="aot_eager")
-        for _ in range(2):
-            compiled(torch.ones(1, 4)).sum().backward()
-        assert dp_compile.report(model).backwards == {"captured": 2}
+        model.to_empty(device="cpu")(torch.ones(1, 4))
         torch.compile(nn.Sequential(model), backend="aot_eager", fullgraph=True)(torch.ones(1, 4))  # nothing is left
         assert [len(each._forward_pre_hooks) for each in model.modules()] == [1, 0, 0, 0, 0]
 
@@ -234,7 +207,8 @@ class TestPending:
         assert replica_of(model).names[0] == "body.0.weight"
 
 
-def start_beside_torch() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+@on_ranks("ranks")
+def test_starts_as_torchs_replicate() -> None:
     """Ranks draw different initial values and see different inputs; the first forward is one without a reduction."""
     torch._dynamo.reset()
     with torch.device("meta"):
@@ -257,14 +231,8 @@ def start_beside_torch() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
                 for each in (mine, other):
                     each -= 0.1 * each.grad
                     each.grad = None
-    return models[0].state_dict(), dict(dp_compile.report(models[0]).backwards)
-
-
-def test_starts_as_torchs_replicate(ranks: Ranks) -> None:
-    (first, ways), (second, _), *_ = ranks.run(start_beside_torch)
-    assert ways == {"captured": 2, "captured without sync": 2}
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
+    same_on_all_ranks(models[0])
+    assert dp_compile.report(models[0]).backwards == {"captured": 2, "captured without sync": 2}
 
 
 # --- communication hooks ----------------------------------------------------------------------------------------
@@ -278,11 +246,16 @@ def no_hook(state: Any) -> None:
 class TestCommHooks:
     def test_bad_hooks(self) -> None:
         bf16 = default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook)
-        for hook, message in (
+        hooks: list[tuple[Any, str]] = [
             (3, r"must be a function of \(state, bucket\), got int"),
             (no_hook, r"no_hook must take \(state, bucket\), takes \(state: 'Any'\)"),
             (bf16, "bf16_compress_wrapper.* needs NCCL or XCCL, the group's backend is fake"),
-        ):
+        ]
+        for where, message in (("bucket", "bucket is a dist.GradBucket"), ("return", "Future")):
+            annotated = lambda state, bucket: None  # noqa: E731
+            annotated.__annotations__ = {where: int}
+            hooks.append((annotated, message))
+        for hook, message in hooks:
             for model in (dp_compile.replicate(Net()), dp_compile.DistributedDataParallel(Net())):
                 with pytest.raises(dp_compile.ConfigError, match=message):
                     model.register_comm_hook(None, hook)
@@ -294,7 +267,7 @@ class TestCommHooks:
         with pytest.raises(dp_compile.ModuleError, match="Net has a comm hook already, allreduce_hook"):
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         model = dp_compile.replicate(Net(), config=AOT)
-        torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(dp_compile.ModuleError, match="a backward of Net has run already"):
             model.register_comm_hook(None, default_hooks.allreduce_hook)
 
@@ -371,8 +344,8 @@ def test_comm_hook_as_torch_ddp(how: str, name: str) -> None:
 
 
 def other_calls() -> list[str]:
-    """What each rank is told of hooks that differ, and of what is refused on rank 1 alone."""
-    told, second = [], dist.get_rank() == 1
+    """What each rank raises of hooks that differ, and of what is refused on rank 1 alone."""
+    raised, second = [], dist.get_rank() == 1
     for attempt in (
         lambda module: module.register_comm_hook([], counting_hook if second else default_hooks.allreduce_hook),
         lambda module: module.register_comm_hook(None, 3 if second else default_hooks.allreduce_hook),
@@ -381,9 +354,9 @@ def other_calls() -> list[str]:
         module = dp_compile.replicate(nn.Linear(2, 2))
         with pytest.raises(dp_compile.DPCompileError) as error:
             attempt(module)
-        told.append(f"{type(error.value).__name__}: {error.value}")
+        raised.append(f"{type(error.value).__name__}: {error.value}")
         dp_compile.unreplicate(module)
-    return told
+    return raised
 
 
 def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
@@ -392,7 +365,7 @@ def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
     for text in (first[0], second[0]):
         assert text.startswith("DesyncError: register_comm_hook(): rank 1 differs from rank 0")
         assert 'comm hook is "counting_hook" there, "allreduce_hook" on rank 0' in text
-    for told, own, call in zip(first[1:], second[1:], ("register_comm_hook()", "set_gradient_divide_f"), strict=True):
-        assert told.startswith(f"DesyncError: {call}")
+    for raised, own, call in zip(first[1:], second[1:], ("register_comm_hook()", "set_gradient_divide_f"), strict=True):
+        assert raised.startswith(f"DesyncError: {call}")
         assert own.startswith("ConfigError: ")
-        assert own.removeprefix("ConfigError: ") in told
+        assert own.removeprefix("ConfigError: ") in raised

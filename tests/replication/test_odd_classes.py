@@ -44,7 +44,7 @@ class OfRefusing(Plain, metaclass=Refusing):
 
 
 class StoresElsewhere(Plain):
-    """Assigns whatever it is given, the class too, to another object, and finds it there."""
+    """Assigns all that it is given, the class too, to another object, and finds it there."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("training", "layer") or (name[0] == "_" and name != "__class__"):

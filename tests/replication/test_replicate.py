@@ -7,6 +7,7 @@ import gc
 import re
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from parity import same_on_all_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -73,41 +75,25 @@ class TestLocal:
         with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device"):
             dp_compile.replicate(model)(torch.ones(1, 4))
 
-    # --- bad input
-
-    def test_bad_options(self) -> None:
-        refused: list[tuple[dict[str, Any], str]] = [
-            ({"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
-            ({"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
-            ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0"),
-            ({"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
-            ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
-            ({"config": {"check_nan": True}}, "config must be a ReplicateConfig, got dict"),
-            ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "not in the given process group"),
+    def test_bad_input(self) -> None:
+        narrow, undecided = Net().bfloat16(), Net().bfloat16()
+        narrow.head.bias.grad_dtype, undecided.head.bias.grad_dtype = torch.float32, None
+        refused: list[tuple[Any, dict[str, Any], str]] = [
+            (Net(), {"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
+            (Net(), {"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
+            (Net(), {"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0"),
+            (Net(), {"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
+            (Net(), {"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
+            (Net(), {"config": {"check_nan": True}}, "config must be a ReplicateConfig, got dict"),
+            (Net(), {"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "not in the given process group"),
+            (Net().requires_grad_(False), {}, "Net has no parameter that requires a gradient"),
+            (lambda x: x, {}, r"takes an nn\.Module, got function"),
+            (narrow, {}, r"head\.bias is torch\.bfloat16 and its grad_dtype is torch\.float32"),
+            (undecided, {}, r"head\.bias .* grad_dtype is None"),
         ]
-        for options, message in refused:
-            with pytest.raises(dp_compile.ConfigError, match=message):
-                dp_compile.replicate(Net(), **options)
-
-    def test_nothing_to_train(self) -> None:
-        refused: list[tuple[Any, str]] = [
-            (Net().requires_grad_(False), "Net has no parameter that requires a gradient"),
-            (lambda x: x, r"takes an nn\.Module, got function"),
-        ]
-        for module, message in refused:
-            with pytest.raises(dp_compile.ModuleError, match=message):
-                dp_compile.replicate(module)
-
-    def test_gradients_of_another_dtype(self) -> None:
-        model = Net().bfloat16()
-        model.head.bias.grad_dtype = torch.float32
-        with pytest.raises(
-            dp_compile.ModuleError, match=r"head\.bias is torch\.bfloat16 and its grad_dtype is torch\.float32"
-        ):
-            dp_compile.replicate(model)
-        model.head.bias.grad_dtype = None
-        with pytest.raises(dp_compile.ModuleError, match=r"head\.bias .* grad_dtype is None"):
-            dp_compile.replicate(model)
+        for module, options, message in refused:
+            with pytest.raises((dp_compile.ConfigError, dp_compile.ModuleError), match=message):
+                dp_compile.replicate(module, **options)
 
     def test_what_the_module_itself_names_is_left_alone(self) -> None:
         """As torch's DDP does for torchrec and TRL."""
@@ -200,20 +186,15 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- across ranks -----------------------------------------------------------------------------------------------
 
 
-def start_state() -> dict[str, torch.Tensor]:
+@on_ranks("ranks")
+def test_first_rank_is_copied() -> None:
     torch.manual_seed(dist.get_rank())
     model = Net()
     model.steps.fill_(dist.get_rank() + 5)
     model.head.requires_grad_(False)
     dp_compile.replicate(model)
-    return model.state_dict()
-
-
-def test_first_rank_is_copied(ranks: Ranks) -> None:
-    first, second, *_ = ranks.run(start_state)
-    assert first["steps"].item() == 5
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
+    assert model.steps.item() == 5
+    same_on_all_ranks(model)
 
 
 class Ordered(nn.Module):
@@ -285,22 +266,16 @@ def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
         assert f"rank 1 cannot go on: {error.removeprefix('ModuleError: ')}" in first[how][0]
 
 
-def one_rank_only(call: str) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    function: Any = partial(dp_compile.replicate, Net()) if call == "replicate" else dp_compile.calibrate
-    try:
-        if dist.get_rank() == 0:
-            function(process_group=group)
-    except dp_compile.DesyncError as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.parametrize("call", ["replicate", "calibrate"])
-def test_a_call_that_another_rank_does_not_make(own_ranks: Ranks, call: str) -> None:
-    others = [str(rank) for rank in range(1, own_ranks.world_size)]
+@on_ranks("own_ranks")
+def test_a_call_that_another_rank_does_not_make(call: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    others = [str(rank) for rank in range(1, dist.get_world_size())]
     missing = "rank 1 has" if len(others) == 1 else f"ranks {', '.join(others)} have"
-    assert own_ranks.run(one_rank_only, call)[0] == f"{call}(): {missing} not called {call}() after 2 s"
+    function: Any = partial(dp_compile.replicate, Net()) if call == "replicate" else dp_compile.calibrate
+    text = re.escape(f"{call}(): {missing} not called {call}() after 2 s")
+    with pytest.raises(dp_compile.DesyncError, match=text) if dist.get_rank() == 0 else nullcontext():
+        function(process_group=group) if dist.get_rank() == 0 else None
 
 
 @on_ranks("ranks")
@@ -340,7 +315,7 @@ def test_beside_fully_shard() -> None:
     ("how", "message"),
     [
         ("tied later", "No longer in the module, where others took their places after replicate(): head.weight."),
-        ("beside fully_shard", "reaches a module that fully_shard manages"),
+        ("with fully_shard", "reaches a module that fully_shard manages"),
     ],
 )
 @on_ranks("ranks")

@@ -1,4 +1,4 @@
-"""Warm-up compiles everything beforehand and leaves no trace; afterwards nothing is compiled, whatever the steps."""
+"""Warm-up compiles everything beforehand and leaves no trace; afterwards nothing is compiled in any kind of step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from parity import same_on_all_ranks
 from torch import nn
 
 import dp_compile
@@ -118,8 +120,9 @@ def test_refuses() -> None:
         dp_compile.warmup(model, [tokens(4, 9)], step)
 
 
-def run_on_ranks() -> tuple[Any, list[torch.Tensor], tuple[int, int]]:
-    """Other shapes on each rank: the same plan, the same collectives, nothing compiled later, equal parameters."""
+@on_ranks("ranks")
+def test_two_ranks_with_shapes_of_their_own() -> None:
+    """The same plan, the same collectives, nothing compiled later, equal parameters."""
     model, loss = build()
     torch.manual_seed(dist.get_rank())
     examples = [tokens(4, length) for length in ((9, 7) if dist.get_rank() == 0 else (7, 9))]
@@ -129,31 +132,25 @@ def run_on_ranks() -> tuple[Any, list[torch.Tensor], tuple[int, int]]:
         optimizer.zero_grad()
         loss(tokens(4, lengths.choice(range(5, 12)))).backward()
         optimizer.step()
-    after = made()
-    late = (after[0] - before[0], after[1] - before[1])
-    return dp_compile.report(model).plan, [parameter.detach() for parameter in model.parameters()], late
+    assert made() == before
+    same_on_all_ranks(model)
 
 
-def test_two_ranks_with_shapes_of_their_own(ranks: Ranks) -> None:
-    (plan, parameters, late), (other_plan, other_parameters, other_late), *_ = ranks.run(run_on_ranks)
-    assert plan == other_plan
-    assert late == other_late == (0, 0)
-    assert all(torch.equal(one, other) for one, other in zip(parameters, other_parameters, strict=True))
-
-
-def run_differently(missing: bool) -> str:
+def run_differently() -> list[str]:
+    """Rank 1 warms up with one batch more, then not at all."""
     model, loss = build(group=dist.new_group(timeout=timedelta(seconds=3)))
-    rank = dist.get_rank()
-    if missing and rank == 1:
-        return ""
-    try:
-        dp_compile.warmup(model, [tokens(4, 9)] * (1 + rank), loss)
-    except dp_compile.DesyncError as error:
-        return str(error)
-    return "no error"
+    texts, rank = [], dist.get_rank()
+    for count in (1 + rank, 1 - rank):
+        try:
+            if count:
+                dp_compile.warmup(model, [tokens(4, 9)] * count, loss)
+        except dp_compile.DesyncError as error:
+            texts.append(str(error))
+    return texts
 
 
 def test_ranks_have_to_warm_up_alike(ranks2: Ranks) -> None:
-    for message in ranks2.run(run_differently, False):
-        assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in message
-    assert ranks2.run(run_differently, True)[0] == "warmup(): rank 1 has not called warmup() after 3 s"
+    first, second = ranks2.run(run_differently)
+    assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in first[0]
+    assert second == first[:1]
+    assert first[1] == "warmup(): rank 1 has not called warmup() after 3 s"
