@@ -1,9 +1,9 @@
 """Who is in the group: ranks that are left meet in the launcher's key-value store and agree on the next generation.
 
-Keys: `generation` is the latest one; `G/arrivals` counts the members that came to generation G, `G/arrival/N` says
-which; `G/members` is the verdict of the first of them, for all. `joins` counts processes that want to join, `join/N`
-says which; `joined/U` is the first generation of such a one. `dead/U`: process U has left, was left
-out, or the launcher saw it end. `ended`: no member is left that could let a process join.
+Keys: `G/arrivals` counts the members that came to generation G, `G/arrival/N` says which; `G/members` is the verdict of
+the first of them, for all. `joins` counts processes that want to join, `join/N` says which; `joined/U` is the first
+generation of such a one. `dead/U`: process U has left, was left out, or the launcher saw it end. `ended`: the training
+has, and no process can join.
 """
 
 from __future__ import annotations

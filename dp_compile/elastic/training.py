@@ -190,7 +190,7 @@ class Training:
 
     def _lose(self, error: BaseException) -> bool:
         """A step ended with an error. Returns whether the training goes on."""
-        of_others = is_of_other_ranks(error) or isinstance(error, (VoidBackwardError, dist.DistError))
+        of_others = is_of_other_ranks(error) or isinstance(error, VoidBackwardError)
         self._losses += 1
         if not of_others or self._losses > MOST_LOSSES_IN_A_ROW:
             self._has_left = True
@@ -230,9 +230,8 @@ class Training:
         """Form the generation; the next one, if a rank is lost meanwhile."""
         try:
             self._form()
-        except Exception as error:
-            is_loss = is_of_other_ranks(error) or isinstance(error, dist.DistError)
-            if not is_loss or isinstance(error, LostStateError):
+        except BaseException as error:
+            if not is_of_other_ranks(error) or isinstance(error, LostStateError):
                 self._has_left = True
                 self._registry.leave()
                 raise
@@ -335,13 +334,17 @@ class Step:
     def __enter__(self) -> None:
         try:
             self._begun = self._training._begin()
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
                 raise
             self._error = error
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        training, error = self._training, self._error or error
+        training = self._training
+        if error is None and self._error is not None:
+            if not training._lose(self._error):
+                raise self._error
+            return True
         if error is None:
             assert self._begun is not None
             vote, work = self._begun
@@ -363,13 +366,8 @@ def _check(replica: Replica) -> None:
         raise ConfigError(
             f"elastic.Training needs modules in the default group: that of {replica.names[0]} is in another."
         )
-    if any(bucket.key.reduction.parts > 1 for bucket in replica.plan.buckets):
-        raise ConfigError(
-            f"the comm hook of {replica.names[0]} cuts buckets by the number of ranks, which may change. Use one that "
-            "only casts, or none."
-        )
     hook = replica.planning.comm_hook
-    if hook is not None and (hook.is_called or hook.memory is not None):
+    if hook is not None and hook.averaging.hook is not None:
         raise ConfigError(
             f"comm hook {hook.name} of {replica.names[0]} has a state, or a group, that a process which joins lacks. "
             "Use one that only casts, or none."

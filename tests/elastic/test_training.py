@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from script import Net, batch, digest
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.elastic.training import Step
+from dp_compile.errors import CommunicationError
 from dp_compile.testing.ranks import Ranks
 
 PLACES = ("forward", "backward", "optimizer", "between")
@@ -95,6 +99,20 @@ def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks) -> No
     after = [each for each in blocks if each["ranks"] == 3 and each["from"] > lost + 1]
     assert {each["process"] for each in after} == {"0", "2", "joined 1"}
     assert len({each["captures"] for each in after if each["process"] == "joined 1"}) == 1
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_error_before_the_block_is_not_lost(goes_on: bool) -> None:
+    """A vote that cannot be launched: the block runs, and then its step is lost, or the error is raised."""
+    early = CommunicationError("a rank is gone")
+    training: Any = mock.Mock(_begin=mock.Mock(side_effect=early), _lose=mock.Mock(return_value=goes_on))
+    with nullcontext() if goes_on else pytest.raises(CommunicationError, match="a rank is gone"), Step(training):
+        pass
+    training._lose.assert_called_once_with(early)
+    training._lose.return_value = False
+    with pytest.raises(KeyboardInterrupt), Step(training):
+        raise KeyboardInterrupt
+    training._end.assert_not_called()
 
 
 @pytest.mark.nightly
