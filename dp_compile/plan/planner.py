@@ -44,7 +44,7 @@ from dp_compile.plan.words import BYTES_PER_MB
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 """How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
 
-LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
+LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
 
 CAPS_MB: Final = (1.0, 5.0, 25.0)
