@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 import dp_compile
 from dp_compile._torch import distributed
 from dp_compile.config import MONITOR_VARIABLE
+from dp_compile.engine import monitor
 from dp_compile.engine.monitor import Progress, RankStatus, explain
 from dp_compile.testing.ranks import Ranks
 
@@ -161,6 +162,7 @@ def test_only_one_rank_uses_no_sync(survivors: Ranks) -> None:
 
 
 @mock.patch.dict(os.environ, {MONITOR_VARIABLE: "1"})
+@mock.patch.object(monitor, "_interval_s", mock.Mock(return_value=0.2))  # to ask who is late takes three times as long
 def logged_while_waiting() -> tuple[str, list[tuple[float, str]]]:
     """The error as text; seconds and text of each warning until the other rank came."""
     warnings: list[tuple[float, str]] = []

@@ -57,7 +57,9 @@ def test_launch_order_is_that_of_the_graph(fake_group: dist.ProcessGroup) -> Non
     assert order == [f"layers.{number}.weight" for number in range(4)]
     assert "estimated from the captured graph" in str(report)
     captures = torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+    model.zero_grad()
     step(compiled, torch.randn(8, 24))
+    assert len(dp_compile.report(model).captures) == 1
     step(compiled, torch.randn(8, 24))
     assert dp_compile.report(model).plan == report.plan
     assert len(dp_compile.report(model).captures) == 2  # gradients None, gradients kept
