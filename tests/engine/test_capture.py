@@ -347,5 +347,5 @@ def test_casts_are_no_frames_of_their_own(frames: list[CodeType]) -> None:
     dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     compile_whole(model)(batch(1, 6)).float().sum().backward()
     assert frames
-    assert not {"_enter_untraced", "_leave_untraced"}.intersection(each.co_name for each in frames)
+    assert not {"_begin", "_end"}.intersection(each.co_name for each in frames)
     dp_compile.unreplicate(model)  # it holds itself, and other tests count what is replicated
