@@ -458,7 +458,7 @@ def _transformed(kind: str, model: nn.Module, batch: Batch) -> Any:
     with nullcontext() if kind == "autograd.grad" else torch.compiler.set_stance("force_eager"):
         try:
             return TRANSFORMS[kind](model, batch)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:  # the last: of no rows
             return type(error)
 
 

@@ -188,11 +188,12 @@ class CompiledBackward:
             existing = self._captured.sites.existing
             if not _lie_apart(inputs, existing):
                 raise NotPlain("gradients that are added to share memory")
+            fits = dynamo.Fits(inputs)
             with dynamo.compiling():
                 example = dynamo.stand_ins(inputs)
                 graph_module, positions = without_python(module, inputs, example)
                 code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
-            return _Plain(code, dynamo.Fits(inputs), existing, positions, self._run_by_dynamo)
+            return _Plain(code, fits, existing, positions, self._run_by_dynamo)
         except DPCompileError:
             raise
         except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
