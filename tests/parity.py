@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -263,6 +264,13 @@ def in_cpp(side: Side, number: int) -> None:
     """The operator of `backward()` in TorchScript: the engine is entered without Python."""
     loss = side.loss(number)
     if side.ours and number:  # the first backward of a module is to come through Python
+        if number == 1:  # one whose end the engine does not see
+            handle = next(side.module.parameters()).register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                torch.ops.aten._backward(loss, [], None, None, False)
+            handle.remove()
+            side.module.zero_grad()
+            loss = side.loss(number)
         torch.ops.aten._backward(loss, [], None, None, False)
     else:
         loss.backward()

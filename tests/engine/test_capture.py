@@ -20,6 +20,7 @@ import torch
 from parity import AOT, Block, Twin, compile_whole, expect_half
 from torch import fx, nn
 from torch._dynamo import compiled_autograd, convert_frame
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,9 +49,12 @@ def _fresh_compiler() -> None:
 # --- what is captured -------------------------------------------------------------------------------------------
 
 
-def test_exactly_one_more_capture_when_gradients_are_kept() -> None:
+@pytest.mark.parametrize("by_dynamo", [False, True])
+def test_exactly_one_more_capture_when_gradients_are_kept(by_dynamo: bool) -> None:
     """A gradient that is kept is the same tensor."""
     twin = Twin(mlp(width=10))
+    if by_dynamo:
+        twin.model.register_comm_hook(None, allreduce_hook)
     x = batch(1, 10)
     before = compiler.captures()
     twin.step(x)

@@ -291,6 +291,7 @@ FOUND = {
         compiled="late",
         find_unused=True,
     ),
+    "used in a local micro-batch only": with_ways("linear", *[Step((USED, UNUSED))] * 2, compiled="nothing"),
     # What an empty state becomes has no user: it was taken out of the graph, and the hook asked for it.
     "a hook with state of a parameter without elements": FuzzCase(
         blocks=(BlockSpec("layouts", hidden=2, dtype="float64"),),
