@@ -44,7 +44,7 @@ from dp_compile.engine.hooks import (
 )
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import is_of_other_ranks, settle
+from dp_compile.engine.plan_sync import is_of_other_ranks, meet_before_launch, settle
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Replica, warn_once
 from dp_compile.engine.window import BackwardState, Capturing, current, wait_for_window
@@ -273,7 +273,9 @@ def _leave(state: BackwardState, error: BaseException) -> None:
             earlier = sum(launches[each] for each in launches if each.planning.groups == replica.planning.groups)
             stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
             launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
-        settle([replica for replica in synced if replica.state.local.reduced is None])
+        waited_for = [replica for replica in synced if replica.state.local.reduced is None]
+        settle(waited_for)
+        meet_before_launch(waited_for)
         leave(launches, error)
         _follow(state, error)
     except Exception as another:

@@ -35,6 +35,7 @@ from dp_compile.engine.graph import (
 )
 from dp_compile.engine.guards import check_not_moved
 from dp_compile.engine.owners import owners
+from dp_compile.engine.plan_sync import meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, COMPILE, BucketRanges, during
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.replica import Replica
@@ -294,6 +295,7 @@ class CompiledBackward:
         def run(*args: Any) -> Any:
             if self._updates and memory_of([*_flat(args)], self._written()) != shares:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
+            meet_before_launch(self._settling)
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
             plans = tuple(replica.plan for replica in self._replicas)

@@ -24,7 +24,7 @@ from dp_compile._torch.distributed import collectives_launched, group_of_name
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
-from dp_compile.engine.plan_sync import is_of_other_ranks, settle
+from dp_compile.engine.plan_sync import is_of_other_ranks, meet_before_launch, settle
 from dp_compile.engine.ranges import BACKWARD, LAUNCH, WAIT, during, during_bucket
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.errors import ReductionError
@@ -383,6 +383,7 @@ def reduce_eagerly(
     """
     synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
+    meet_before_launch(synced)
     rounds: list[ReductionRound] = []
     for replica in synced:
         this = ReductionRound(replica, before=rounds[-1] if rounds else None)
@@ -477,6 +478,7 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
         raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
     replica.state.local.begin()
     settle([replica])
+    meet_before_launch([replica])
     this = replica.state.arrivals_in = ReductionRound(replica)
     if late is not None:
         late[replica] = this

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -30,37 +29,15 @@ from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine.flags import in_one_line
 from dp_compile.engine.plan_sync import is_of_other_ranks
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.status import COMPILING, Progress, RankStatus, read_statuses, write_status
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.words import count, ranks_in_words
 
 logger = logging.getLogger("dp_compile.monitor")
 STORE_TIMEOUT_S: Final = 10.0
-_KEY: Final = "dp_compile.monitor/{}"
-_COMPILING: Final = "compiling, "
 _OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_MAKES_CODE: Final = str(Path(__file__).with_name("compile.py")), "_make"
 _NOT_THE_USERS: Final = (_OURS, _TORCH, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
-
-
-class Progress(NamedTuple):
-    """How far one rank is with one module.
-
-    `done`: complete synchronised backwards. `launched`: collectives of the one in progress; -1: there is none.
-    `failed`: the error that ended backward `done` + 1. `gave_up`: it only reports that other ranks are not reached.
-    """
-
-    done: int
-    launched: int = -1
-    failed: str = ""
-    gave_up: bool = False
-
-
-class RankStatus(NamedTuple):
-    """What a process publishes: a number that grows, progress by topic, the user's line that runs, whether it ended."""
-
-    beat: int
-    modules: dict[str, Progress]
-    place: str = ""
-    left: bool = False
 
 
 def explain(topic: str, own: Progress, buckets: Sequence[str], statuses: Mapping[int, RankStatus | None]) -> str:
@@ -171,7 +148,7 @@ class Watched:
 
     def warn_if_stuck(self) -> None:
         """Called by the monitor's thread: log which rank is waited for, again each time the wait has doubled."""
-        if _place(self.thread).startswith(_COMPILING):
+        if _place(self.thread).startswith(COMPILING):
             self._since_s = time.monotonic()
         limit_s, waited_s = monitor_after_s(), time.monotonic() - self._since_s
         if limit_s is not None and waited_s >= limit_s * 2**self._warnings:
@@ -201,7 +178,8 @@ def _place(thread: int | None) -> str:
     place = compiling = ""
     while frame is not None:
         code = frame.f_code
-        compiling = _COMPILING if compiler.is_of_compiler(code.co_filename) else compiling
+        if compiler.is_of_compiler(code.co_filename) or (code.co_filename, code.co_name) == _MAKES_CODE:
+            compiling = COMPILING
         if not place and not code.co_filename.startswith(_NOT_THE_USERS):
             place = f"at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
@@ -243,13 +221,13 @@ class Monitor:
             return None
         found: dict[int, RankStatus] = {}
         with contextlib.suppress(RuntimeError, ValueError):
-            found = before = _read(store, ranks)
+            found = before = read_statuses(store, ranks)
             # Rank 0 often serves the store and ends with its error: the others read first. 4 us a status were measured
             # on a TCPStore, where all ranks read at once when one dies.
             for _ in range(6 + (self._rank == 0)):
                 self._publish()  # others may read too, and this thread may be the one that publishes
                 time.sleep(_interval_s() / 2 + dist.get_world_size() / 600)
-            after = _read(store, ranks).items()
+            after = read_statuses(store, ranks).items()
             found = {r: each for r, each in after if each.left or r not in before or each.beat != before[r].beat}
             return found
         return found or None
@@ -286,16 +264,7 @@ class Monitor:
                 modules[topic] = Progress(replica.history.synced_backwards, launched, *_failed.get(topic, ()))
             thread = running[0].thread if running else threading.main_thread().ident
             status = RankStatus(self._beat, modules, "" if left else _place(thread), left)
-            self._store.set(_KEY.format(self._rank), json.dumps(status))
-
-
-def _read(store: distributed.Store, ranks: Sequence[int]) -> dict[int, RankStatus]:
-    keys = {rank: _KEY.format(rank) for rank in ranks}
-    if not store.check(list(keys.values())):  # to get a key that was never set would block
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    texts = store.multi_get(list(keys.values())) if keys else []
-    found = {rank: RankStatus(*json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
-    return {r: each._replace(modules={t: Progress(*of) for t, of in each.modules.items()}) for r, each in found.items()}
+            write_status(self._store, self._rank, status)
 
 
 def _interval_s() -> float:

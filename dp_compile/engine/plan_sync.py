@@ -1,12 +1,14 @@
 """What ranks compare and decide over the key-value store: the model in `replicate`, the plan in the first backward.
 
-Never inside the compiler, and each wait ends with a time-out, that of the group's collectives. `agree` and `exchange`
-are one round: every rank posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all
-raise the same error, and the traffic of `agree` is linear in the ranks.
+Never inside the compiler, and each wait ends with a time-out, that of the group's collectives. Time in which ranks
+compile does not count: their monitors publish it (`engine/status.py`). `agree` and `exchange` are one round: every rank
+posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all raise the same error, and
+the traffic of `agree` is linear in the ranks.
 
 The plan is final in the first synchronised backward, before anything of it is traced: every rank makes it from the
 ready times in the captured graph of the group's first rank, and all compare it before it is used. Where that rank has
-no graph, the plan of `replicate` stays.
+no graph, the plan of `replicate` stays. Before its first collective ranks meet once more: one may compile for minutes
+what another one found in a cache, and a collective that waits gets no more time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -26,9 +28,11 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
+from dp_compile.config import monitor_after_s
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.status import COMPILING, read_statuses
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
@@ -37,6 +41,10 @@ from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.words import count, format_bytes, ranks_in_words
 
 logger = logging.getLogger("dp_compile.plan_sync")
+
+LOOK_EVERY_S: Final = 2.0
+COMPILATION_S: Final = 1800.0
+"""So much longer than its time-out a wait may take while ranks compile."""
 
 Statement = Mapping[str, Any]
 _meetings: Final[Counter[str]] = Counter()
@@ -66,12 +74,16 @@ class Table:
 
     Not `torch.distributed.elastic.utils.store`: `synchronize` does not say which rank is missing, and after an error
     its `store_timeout` leaves the time-out of the default store changed (torch 2.11 to 2.15).
+
+    `watched`: ranks of the default group. While some of them compile no wait ends: of several modules with groups of
+    their own, who is missing may itself wait for a rank of another group.
     """
 
     store: distributed.Store
     rank: int
     world_size: int
     timeout_s: float
+    watched: Sequence[int] = ()
 
     def post(self, key: str, value: Any) -> None:
         with self._asking(math.inf):
@@ -81,15 +93,31 @@ class Table:
         """What a rank has posted.
 
         Raises:
-            MissingRankError: with the text `absent`, it is not there after `patience_s`.
+            MissingRankError: with the text `absent`, it is not there `patience_s` after a rank was last seen compiling.
             LostStoreError: the store is gone.
         """
-        with self._asking(patience_s, absent):
-            self.store.wait([key], timedelta(seconds=patience_s))
-            return json.loads(self.store.get(key))
+        beats: dict[int, int] = {}
+        end_s = time.monotonic() + patience_s
+        last_s = end_s + COMPILATION_S
+        while True:
+            look_s = max(0.01, min(LOOK_EVERY_S + len(self.watched) / 16, end_s - time.monotonic()))
+            with contextlib.suppress(MissingRankError), self._asking(look_s):
+                self.store.wait([key], timedelta(seconds=look_s))
+                return json.loads(self.store.get(key))
+            before, beats = beats, self._compiling()
+            if any(before.get(rank, beat) != beat for rank, beat in beats.items()):  # else it may have been killed
+                end_s = min(time.monotonic() + patience_s, last_s)
+            if time.monotonic() >= end_s:
+                raise MissingRankError(absent)
+
+    def _compiling(self) -> dict[int, int]:
+        """The ranks that publish that they compile, and the number of their latest status."""
+        with self._asking(math.inf):
+            statuses = read_statuses(self.store, self.watched) if self.watched else {}
+        return {rank: each.beat for rank, each in statuses.items() if each.place.startswith(COMPILING)}
 
     @contextlib.contextmanager
-    def _asking(self, patience_s: float, absent: str = "") -> Iterator[None]:
+    def _asking(self, patience_s: float) -> Iterator[None]:
         """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
         started_s = time.monotonic()
         try:
@@ -102,7 +130,7 @@ class Table:
                     "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
                     f"first. torch says: {error}"
                 ) from error
-            raise MissingRankError(absent) from error
+            raise MissingRankError from error
 
 
 def _round(table: Table, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> Any:
@@ -219,14 +247,12 @@ def table_of(group: Group, device: torch.device | None = None) -> Table | None:
         return None
     device = device or torch.device(distributed.working_device(group.process_group))
     timeout_s = distributed.timeout_of(group.process_group, device)
-    return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
+    watched = range(dist.get_world_size()) if monitor_after_s() is not None else ()
+    return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s, watched)
 
 
 def table_in_backward(replica: Replica) -> Table | None:
-    """Where the ranks of a module meet: they wait for each other as long as for a collective.
-
-    A rank that compiles or writes a checkpoint is late in the one as in the other.
-    """
+    """Where the ranks of a module meet: they wait for each other as long as for a collective."""
     return table_of(replica.group, replica.device)
 
 
@@ -315,6 +341,20 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
                 describe_plan(replica),
                 count(before, "bucket"),
             )
+
+
+def meet_before_launch(replicas: Iterable[Replica]) -> None:
+    """Return when every rank is about to launch the first collective of these replicas: its code is made.
+
+    Does nothing for those that have launched before. After an interrupt the same meeting is entered again.
+
+    Raises:
+        DesyncError: a rank has not come to this point within the group's time-out.
+    """
+    for replica in replicas:
+        if replica.planning.awaits_code:
+            agree(table_in_backward(replica), f"{replica.module.topic}/first launch", {})
+            replica.planning.awaits_code = False
 
 
 def plan_from_times(replica: Replica, times: ReadyTimes) -> Planned:

@@ -38,6 +38,8 @@ def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None
     gradients = gradient_specs(replica.parameters, replica.names, replica.group, replica.module.sparse)
     plan = Planned(replica.plan.with_keys_of(gradients), replica.planning.certificate)
     replica.adopt(plan, replica.planning.ready)
+    if generation:  # a process that joins has compiled; a store does not notice at once that a rank is lost
+        replica.planning.awaits_code = False
     replica.module.topic = f"{replica.module.topic.partition('@')[0]}@{generation}"
     flags.start_again(replica)
     guards.start_again(replica)

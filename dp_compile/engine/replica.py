@@ -47,6 +47,7 @@ class PlanState:
         code_key: replicas with equal keys can share compiled code: the model itself is never part of it.
         factors: the numbers that compiled code is given, and tensors of them.
         awaits_graph: the first synchronised backward makes the final plan, from its graph.
+        awaits_code: no collective was launched; ranks wait for each other's compilers before the first one.
         layout: how gradients lie in the buckets of a plan that is made again; `None`: the first plan is the last.
         for_next_forward: buckets are launched in the order in which the next forward needs them.
         units: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given.
@@ -60,6 +61,7 @@ class PlanState:
     code_key: str = ""
     factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
     awaits_graph: bool = False
+    awaits_code: bool = True
     layout: Layout | None = None
     for_next_forward: bool = False
     units: frozenset[str] | None = None

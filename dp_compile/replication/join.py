@@ -27,7 +27,7 @@ from dp_compile._torch import distributed
 from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
-from dp_compile.engine.plan_sync import settle
+from dp_compile.engine.plan_sync import meet_before_launch, settle
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import AVERAGING, JOIN, check_supported
 from dp_compile.errors import ConfigError
@@ -178,6 +178,7 @@ class _Membership(JoinHook):
         replica = self.replica
         with Watched([replica]) as watched:
             settle([replica])
+            meet_before_launch([replica])
             watched.count_from_here()
             this = ReductionRound(replica, absent=True)
             this.finish()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "corpus.md"
 OURS = [name for name, subject in SUBJECTS.items() if subject.ours]
 MAY_REFUSE = {
-    *("3a", "3b", "5c", "10b", "11", "15b", "19a", "19b", "21a", "21b", "32"),
+    *("3a", "3b", "5c", "10b", "11", "15b", "19a", "19b", "21b", "32"),
     *(("8a", "ours_eager"), ("8b", "ours_eager")),
 }
 """Rows in which an error by name is the best there is today. In all others ours trains, and has to go on doing so."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,9 +18,11 @@ from parity import AOT
 from torch import nn
 
 import dp_compile
+from dp_compile._torch import inductor
 from dp_compile.engine import plan_sync
 from dp_compile.engine.plan_sync import Table, agree, decide, exchange
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.status import RankStatus, write_status
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.ready_times import ReadyTimes
@@ -89,6 +93,38 @@ def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, eager_rank: in
     assert torch.equal(one[1], other[1])
     estimated = names(one[0])[0] == "layers.0.bias"
     assert estimated == (eager_rank == 1)  # rank 0 decides; without a graph the plan stays
+
+
+def compile_longer_than_a_collective_may_take(fails: bool) -> tuple[torch.Tensor, int]:
+    """Rank 1 does, and then fails if `fails`. Returns a parameter and how many graphs of the backward are captured."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = dp_compile.replicate(Backwards(), process_group=group, config=AOT)
+    compile_plainly, begun_s = inductor.compile_with_aot_eager, time.monotonic()
+
+    def compile_slowly(*args: Any) -> Any:
+        while dist.get_rank() == 1 and time.monotonic() < begun_s + 8:
+            time.sleep(0.1)
+        if dist.get_rank() == 1 and fails:
+            raise RuntimeError("planted")
+        return compile_plainly(*args)
+
+    with (
+        mock.patch.object(inductor, "compile_with_aot_eager", compile_slowly),
+        mock.patch.object(plan_sync, "LOOK_EVERY_S", 1.0),
+    ):
+        step(torch.compile(model, backend="aot_eager"), torch.full((8, 24), 1.0 + dist.get_rank()))
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    return grad, len(dp_compile.report(model).captures)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_is_compiled_for_longer_than_a_collective_may_take(ranks2: Ranks, fails: bool) -> None:
+    one, other = ranks2.run(compile_longer_than_a_collective_may_take, fails)
+    assert torch.equal(one[0], other[0])
+    assert (one[1], other[1]) == (1, 0 if fails else 1)
 
 
 # --- the same plan on every rank -----------------------------------------------------------------------------------
@@ -200,3 +236,36 @@ def test_many_missing_ranks_are_all_named_before_any_rank_gives_up() -> None:
 def test_a_rank_that_is_missing(call: str, rank: int, text: str) -> None:
     with pytest.raises(DesyncError, match=text):
         CALLS[call](Table(dist.HashStore(), rank, 2, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("place", "beats", "bound_s", "comes"),
+    [
+        ("compiling, at train.py:1 in step", True, 60.0, True),
+        ("compiling, at train.py:1 in step", True, 0.2, False),
+        ("compiling, at train.py:1 in step", False, 60.0, False),  # it was killed
+        ("at train.py:1 in step", True, 60.0, False),
+    ],
+)
+def test_a_rank_that_compiles(
+    monkeypatch: pytest.MonkeyPatch, place: str, beats: bool, bound_s: float, comes: bool
+) -> None:
+    """Rank 0 comes after three times as long as rank 1 waits for a rank that does not compile."""
+    monkeypatch.setattr(plan_sync, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(plan_sync, "COMPILATION_S", bound_s)
+    store, over = dist.HashStore(), threading.Event()
+
+    def compile_and_come() -> None:
+        begun_s, beat = time.monotonic(), 0
+        while time.monotonic() < begun_s + 1.5 and not over.wait(0.01):
+            beat += beats
+            write_status(store, 0, RankStatus(beat, {}, place))
+        write_status(store, 0, RankStatus(beat + 1, {}))
+        decide(Table(store, 0, 2, 0.5), "topic", 1)
+
+    rank_0 = threading.Thread(target=compile_and_come)
+    rank_0.start()
+    with contextlib.nullcontext() if comes else pytest.raises(DesyncError, match="has not decided within"):
+        assert decide(Table(store, 1, 2, 0.5, (0, 1)), "topic", None) == 1
+    over.set()
+    rank_0.join()

@@ -143,6 +143,7 @@ def test_copies_evaluate_and_do_not_train(how: str) -> None:
     """torch's would reduce: one that is trained without reducing must not pass silently."""
     torch._dynamo.reset()
     ours = DistributedDataParallel(build(), config=AOT)
+    ours.compile(backend="aot_eager")  # a copy that kept that would run, and train, the original
     twin = copied(ours, how)
     assert type(twin) is DistributedDataParallel
     assert type(twin.module) is nn.Sequential
