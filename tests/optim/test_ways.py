@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import ADAMW, GIVEN, SGD, Last, Make, Net, Twins, id_of, made, two_groups
 
 import dp_compile
+from dp_compile.config import CHECK_VARIABLE
 from dp_compile.optim import full_state_dict
 from dp_compile.testing.ranks import Ranks
 
@@ -219,10 +222,11 @@ def every_kind_of_step(way: str, max_norm: float | None, has_scaler: bool) -> No
     ],
 )
 def test_every_kind_of_step(ranks2: Ranks, way: str, max_norm: float | None, has_scaler: bool) -> None:
-    """With parameters that are NaN as long as they are in flight."""
+    """With parameters that are NaN as long as they are in flight, and compared between ranks after each step."""
     ranks2.run(in_way, every_kind_of_step, way, max_norm, has_scaler)
 
 
+@mock.patch.dict(os.environ, {CHECK_VARIABLE: "1"})
 def in_way(scenario: Callable[..., Any], way: str, *args: Any) -> None:
     with poisoned() if "overlap_forward" in GIVEN[way] else nullcontext():
         scenario(way, *args)
