@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, groupby, pairwise, product
 from typing import Final
 
@@ -28,8 +30,6 @@ from dp_compile.plan.buckets import (
 )
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import (
-    Job,
-    Leg,
     ReadyGradient,
     finish_time,
     jobs_of,
@@ -38,7 +38,6 @@ from dp_compile.plan.network import (
     weights_of,
 )
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
-from dp_compile.plan.reduction import WHOLE
 from dp_compile.plan.words import BYTES_PER_MB
 
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
@@ -51,7 +50,6 @@ CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0
 """The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
 
-MAX_ROUNDS: Final = 4
 SLACK: Final = 1e-10
 """Times that differ by this share are the same time: sums of floats in another order."""
 
@@ -150,21 +148,25 @@ def plan_optimal(
 def robust_partition(
     gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float
 ) -> tuple[Partition, Certificate]:
-    """Of the optimal partitions for each speed in `ERROR_BAND` and of fixed caps, the one with the least worst ratio.
+    """Of the earliest partitions for each speed in `ERROR_BAND` and of fixed caps, the one with the least worst ratio.
 
-    Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
-    it ends some percent later than the optimum if the belief was right (tests/plan/robust_table.py).
+    Of equal ones the fewest buckets; and then fewer still, as far as no speed ends later for it. The price: where
+    latency matters most, it ends some percent later than the earliest if the belief was right
+    (tests/plan/robust_table.py).
 
     `gradients` are in launch order; `backward_s`: how long the backward takes without communication.
     """
     bounds = _bounds(gradients, cost, backward_s)
-    promised = {
-        partition: certify(gradients, partition, cost=cost, backward_s=backward_s, bounds=bounds)
-        for partition in dict.fromkeys(_candidates(gradients, cost, backward_s))
-    }
+
+    def promise(partition: Partition) -> Certificate:
+        return certify(gradients, partition, cost=cost, backward_s=backward_s, bounds=bounds)
+
+    promised = {partition: promise(partition) for partition in dict.fromkeys(_candidates(gradients, cost))}
     least = min(certificate.worst_ratio for certificate in promised.values()) * (1 + SLACK)
     best = min((each for each, certificate in promised.items() if certificate.worst_ratio <= least), key=len)
-    return best, promised[best]
+    joined = _joined(gradients, best, cost, [least * bound for bound in bounds])
+    certificate = promise(joined)
+    return (joined, certificate) if certificate.worst_ratio <= least * (1 + SLACK) else (best, promised[best])
 
 
 def certify(
@@ -183,9 +185,11 @@ def certify(
     return Certificate(cost, ends[0], bounds[0], worst)
 
 
-def _candidates(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> Iterator[Partition]:
-    for slower in ERROR_BAND:
-        yield optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
+def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> list[float]:
+    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in ERROR_BAND]
+
+
+def _candidates(gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> Iterator[Partition]:
     for latency, slower in product(LATENCIES, ERROR_BAND):
         yield earliest_partition(gradients, cost=cost.scaled(slower, latency))
     keys, sizes = [gradient.key for gradient in gradients], [gradient.nbytes for gradient in gradients]
@@ -193,206 +197,70 @@ def _candidates(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backwar
         yield partition_by_size(keys, sizes, cap_mb * BYTES_PER_MB, min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB)
 
 
-def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> list[float]:
-    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in ERROR_BAND]
-
-
-# --- the earliest end -----------------------------------------------------------------------------------------------
-
-
-def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float = 0.0) -> Partition:
-    """The buckets whose last one finishes first, and of those with this finish few buckets.
-
-    To finish within `backward_s` is as good as to finish first, for the step cannot end earlier.
-
-    One key: exact, with the least number of buckets. Several keys: one key after the other exactly, the buckets of
-    the others held still, until nothing gets better, from two starting orders. That is a local optimum;
-    tests/plan/test_planner.py compares it with brute force.
-
-    Reductions of several stages: as if all stages of a bucket were one; of that, one bucket for each key and one for
-    each gradient the one that ends first by `network.launches`. Not exact.
-    """
-    if not gradients:
-        return ()
-    problem = _Problem(gradients, cost)
-    best = problem.best()
-    thinned = problem.thinned(best, max(problem.finish(best), backward_s))
-    if all(len(gradient.stages) == 1 for gradient in gradients):
-        return thinned
-
-    def value(partition: Partition) -> tuple[float, int]:
-        finish_s = finish_time(jobs_of(gradients, partition, cost), backward_s=backward_s)
-        return max(finish_s, backward_s), len(partition)
-
-    together = in_launch_order([tuple(positions) for positions in problem.positions.values()])
-    return min(best, thinned, together, tuple((place,) for place in range(len(gradients))), key=value)
-
-
 def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Partition:
-    """As `optimal_partition`, but each bucket as early as it can be, not as few as possible: room for delays.
+    """Stretches of the launch order, each of which finishes as early as the ones before it allow.
 
-    Several stages count as one.
+    With one key that is exact. With several, a stretch is planned as if it were one bucket and becomes one for each
+    key; several stages count as one. With taken(k), how long the first k gradients take without latencies:
+
+        finish(k) = latency + taken(k) + min over i < k of [max(finish(i), ready(k)) - taken(i)]
+
+    finish grows with i and ready with k, so of all i with finish(i) <= ready(k) only the last, `low`, counts, now and
+    later. Of the others only the first counts: from one to the next finish grows by at least what is taken between,
+    for a bucket that ends later starts no earlier. So there are two choices for each k.
+
+    Source: MG-WFBP (arXiv 1912.09268), which tries every i.
     """
-    return _Problem(gradients, cost).best() if gradients else ()
+    weights = [weights_of(gradient.stages, cost) for gradient in gradients]
+    latency_s = max((latency for latency, _ in weights), default=0.0)
+    taken = list(accumulate((seconds for _, seconds in weights), initial=0.0))
+    finishes, starts, low = [0.0], [0], 0
+    for count, ready_s in enumerate(release_times(gradients), start=1):
+        while low + 1 < count and finishes[low + 1] <= ready_s:
+            low += 1
+        start, base = low, max(finishes[low], ready_s) - taken[low]
+        if low + 1 < count and (later := finishes[low + 1] - taken[low + 1]) < base:
+            start, base = low + 1, later
+        finishes.append(base + latency_s + taken[count])
+        starts.append(start)
+    cuts = [len(gradients)]
+    while cuts[-1]:
+        cuts.append(starts[cuts[-1]])
+    buckets: list[tuple[int, ...]] = []
+    for start, stop in pairwise(cuts[::-1]):
+        positions: dict[Hashable, list[int]] = defaultdict(list)
+        for position in range(start, stop):
+            positions[gradients[position].key].append(position)
+        buckets += map(tuple, positions.values())
+    return in_launch_order(buckets)
 
 
-class _Problem:
-    """Gradients of all keys, solved one key at a time, with all stages of a bucket as one."""
-
-    def __init__(self, gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> None:
-        self.keys = [gradient.key for gradient in gradients]
-        self.released = release_times(gradients)
-        self.sizes: list[float] = []
-        """Seconds that each gradient adds to its bucket."""
-        self.latency: dict[Hashable, float] = {}
-        self.positions: dict[Hashable, list[int]] = defaultdict(list)
-        for position, gradient in enumerate(gradients):
-            self.positions[gradient.key].append(position)
-            self.latency[gradient.key], seconds = weights_of(gradient.stages, cost)
-            self.sizes.append(seconds)
-
-    def best(self) -> Partition:
-        """From the largest key first and from the smallest first."""
-        taken = {key: sum(map(self.sizes.__getitem__, positions)) for key, positions in self.positions.items()}
-        order = sorted(taken, key=lambda key: -taken[key])
-        return min(map(self._descend, [order, order[::-1]] if len(order) > 1 else [order]), key=self.finish)
-
-    def thinned(self, partition: Partition, deadline_s: float) -> Partition:
-        """Fewer buckets that still finish by the deadline."""
-        for key in self.positions:
-            fewer = self._replaced(partition, key, deadline_s * (1 + SLACK))
-            if len(fewer) < len(partition) and self.finish(fewer) <= deadline_s * (1 + 2 * SLACK):
-                partition = fewer
-        return partition
-
-    def finish(self, partition: Partition) -> float:
-        return finish_time(self._jobs(partition))
-
-    def _descend(self, order: Sequence[Hashable]) -> Partition:
-        best: Partition = ()
-        finish = float("inf")
-        for _ in range(MAX_ROUNDS if len(order) > 1 else 1):
-            partition = best
-            for key in order:
-                partition = self._replaced(partition, key)
-            if self.finish(partition) >= finish * (1 - SLACK):
-                break
-            best, finish = partition, self.finish(partition)
-        return best
-
-    def _replaced(self, partition: Partition, key: Hashable, deadline_s: float | None = None) -> Partition:
-        """Other buckets of one key: as early as can be, or the fewest that finish by a deadline."""
-        others = tuple(bucket for bucket in partition if self.keys[bucket[0]] != key)
-        positions = self.positions[key]
-        taken = list(accumulate(map(self.sizes.__getitem__, positions), initial=0.0))
-        released = [self.released[position] for position in positions]
-        solver = _OneKey(positions, released, taken, self.latency[key], self._jobs(others))
-        return in_launch_order([*others, *(solver.earliest() if deadline_s is None else solver.fewest(deadline_s))])
-
-    def _jobs(self, partition: Partition) -> tuple[Job, ...]:
-        """As `network.jobs_of`, with what is computed only once here, and all stages as one."""
-        return tuple(
-            Job(bucket[-1], self.released[bucket[-1]], (Leg(WHOLE, self.latency[self.keys[bucket[0]]] + seconds),))
-            for bucket in partition
-            for seconds in (sum(map(self.sizes.__getitem__, bucket)),)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _OneKey:
-    """The problem of one key while the buckets of other keys are fixed jobs.
-
-    Its gradients stand at `positions` and can be launched at `released`; `taken[k]` is how long the first k take on the
-    network without the `latency` of a bucket.
-
-    Source: MG-WFBP (arXiv 1912.09268), which solves it for one link in quadratic time; here a prefix is solved in
-    constant time on average, see `_table`.
+def _joined(
+    gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost, deadlines_s: Sequence[float]
+) -> Partition:
+    """Each bucket joined with the next one of its key, from the first on, as long as all end by the deadline of each
+    speed. Several stages count as one.
     """
+    released, buckets = release_times(gradients), list(partition)
+    seconds = [job.seconds for job in jobs_of(gradients, partition, cost)]
+    after = list(accumulate(reversed(seconds), initial=0.0))  # by how many buckets that is
+    free_s, place = [0.0] * len(ERROR_BAND), 0  # the network is free again, at each speed
 
-    positions: Sequence[int]
-    released: Sequence[float]
-    taken: Sequence[float]
-    latency: float
-    others: tuple[Job, ...]
+    def carried(free_s: Sequence[float], bucket: tuple[int, ...], taken: float) -> list[float]:
+        ready_s = released[bucket[-1]]
+        return [max(ready_s, each) + taken * slower for each, slower in zip(free_s, ERROR_BAND, strict=True)]
 
-    def earliest(self) -> Partition:
-        """Every bucket, not only the last, finishes as early as the ones before it allow."""
-        _, starts = self._table()
-        cuts = [len(self.positions)]
-        while cuts[-1]:
-            cuts.append(starts[cuts[-1]])
-        return self._cut(cuts)
-
-    def fewest(self, deadline_s: float) -> Partition:
-        """From the last bucket to the first, each takes in as much as its deadline allows.
-
-        Without other keys that is a least number of buckets: if a prefix can meet its deadline, every shorter prefix
-        can meet its own, which is earlier by the bytes taken out, with no more buckets (take them out of the schedule).
-        """
-        finishes, _ = self._table()
-        waiting = list(self.others)
-        cuts = [len(self.positions)]
-        while last := cuts[-1]:
-            while waiting and waiting[-1].position > self.positions[last - 1]:
-                deadline_s -= waiting.pop().seconds
-            cuts.append(self._widest(last, deadline_s, finishes, waiting))
-            deadline_s -= self.latency + self.taken[last] - self.taken[cuts[-1]]
-        return self._cut(cuts)
-
-    def _widest(self, last: int, deadline_s: float, finishes: Sequence[float], waiting: Sequence[Job]) -> int:
-        """Where a bucket that ends with the gradient before `last` by the deadline can start at the earliest.
-
-        The prefix before it, and the jobs in `waiting` between the two, have to be through when it starts.
-        """
-        widest, index, jobs_s = last - 1, len(waiting), 0.0
-        start_at_least = self.released[last - 1]
-        for cut in range(last - 1, -1, -1):
-            while index and (not cut or waiting[index - 1].position > self.positions[cut - 1]):
-                index -= 1
-                jobs_s += waiting[index].seconds
-                start_at_least = max(start_at_least, waiting[index].ready_s + jobs_s)
-            start = deadline_s - (self.latency + self.taken[last] - self.taken[cut])
-            if start < start_at_least:
-                break
-            if finishes[cut] + jobs_s <= start:
-                widest = cut
-        return widest
-
-    def _table(self) -> tuple[list[float], list[int]]:
-        """The earliest finish of every prefix, and where the last bucket of the prefix starts.
-
-        finish(k) = latency + taken(k) + min over i < k of [max(free(i), r_k) - taken(i)], where free(i)
-        is when the network has sent the prefix i and all other keys' jobs since. free grows with i and r with k, so
-        of all i with free(i) <= r_k only the last, `low`, counts, now and later. Of the others only the first counts:
-        jobs shift them all alike, and from one to the next free grows by at least what is taken between, for a bucket
-        that ends later starts no earlier. So there are two choices for each k.
-        """
-        taken = self.taken
-        finishes, starts = [0.0], [0]
-        shifted = [0.0]  # free(i) - shift
-        shift, low = 0.0, 0
-        waiting = deque(self.others)
-        for count, (position, ready_s) in enumerate(zip(self.positions, self.released, strict=True), start=1):
-            while waiting and waiting[0].position < position:
-                job = waiting.popleft()
-                low = _last_free(shifted, low, job.ready_s - shift)
-                shifted[low] = max(shifted[low], job.ready_s - shift)
-                shift += job.seconds
-            low = _last_free(shifted, low, ready_s - shift)
-            start, base = low, max(shifted[low] + shift, ready_s) - taken[low]
-            if low + 1 < count and (later := shifted[low + 1] + shift - taken[low + 1]) < base:
-                start, base = low + 1, later
-            finishes.append(base + self.latency + taken[count])
-            starts.append(start)
-            shifted.append(finishes[-1] - shift)
-        return finishes, starts
-
-    def _cut(self, cuts: Sequence[int]) -> Partition:
-        return tuple(tuple(self.positions[start:stop]) for start, stop in pairwise(cuts[::-1]))
-
-
-def _last_free(times: Sequence[float], low: int, ready_s: float) -> int:
-    """The last index from `low` on whose time is not after `ready_s`; at least `low`."""
-    while low + 1 < len(times) and times[low + 1] <= ready_s:
-        low += 1
-    return low
+    while place < len(buckets):
+        first = gradients[buckets[place][0]]
+        others = (each for each in range(place + 1, len(buckets)) if gradients[buckets[each][0]].key == first.key)
+        if (other := next(others, None)) is not None:
+            both = seconds[place] + seconds[other] - weights_of(first.stages, cost)[0]
+            trial = [*buckets[place + 1 : other], buckets[place] + buckets[other]], [*seconds[place + 1 : other], both]
+            ends_s = reduce(lambda free_s, each: carried(free_s, *each), zip(*trial, strict=True), free_s)
+            ends_s = carried(ends_s, buckets[other], after[len(buckets) - 1 - other])
+            if all(map(operator.le, ends_s, deadlines_s)):
+                buckets[place : other + 1], seconds[place : other + 1] = trial
+                continue
+        free_s = carried(free_s, buckets[place], seconds[place])
+        place += 1
+    return tuple(buckets)

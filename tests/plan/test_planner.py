@@ -1,4 +1,4 @@
-"""The partition that finishes first against brute force, the robust one against its rivals."""
+"""The partition that finishes first, and the robust one, against brute force."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from dp_compile.plan.planner import (
     FIRST_CAP_MB,
     certify,
     earliest_partition,
-    optimal_partition,
     robust_partition,
 )
 from dp_compile.plan.reduction import Averaging, Levels
 from dp_compile.plan.words import BYTES_PER_MB
 
 CLOSE = 1e-9
+MOST_OFF = 1.05
+"""Of 1,500 random cases with two keys 6 were not the best in the worst case, by 3.2 % at most; with one key none."""
 
 costs = st.builds(
     AllReduceCost,
@@ -63,20 +64,6 @@ def all_partitions(gradients: Sequence[ReadyGradient]) -> Iterator[Partition]:
         yield tuple(sorted(itertools.chain(*parts), key=lambda bucket: bucket[-1]))
 
 
-def brute_force(
-    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float = 0.0
-) -> tuple[float, range]:
-    """The earliest finish, and the least numbers of buckets that reach it (or the end of the backward).
-
-    More than one number only where finishes differ by so little that it is a matter of rounding.
-    """
-    results = [(finish(gradients, partition, cost), len(partition)) for partition in all_partitions(gradients)]
-    earliest = min(results)[0]
-    deadline = max(earliest, backward_s)
-    least, most = (min(count for end, count in results if end <= deadline * slack) for slack in (1 + CLOSE, 1 + 1e-13))
-    return earliest, range(least, most + 1)
-
-
 def check_partition(gradients: Sequence[ReadyGradient], partition: Partition) -> None:
     """Every gradient once, no bucket mixes keys, ascending inside, launched by last member."""
     assert sorted(itertools.chain(*partition)) == list(range(len(gradients)))
@@ -85,59 +72,57 @@ def check_partition(gradients: Sequence[ReadyGradient], partition: Partition) ->
     assert [bucket[-1] for bucket in partition] == sorted(bucket[-1] for bucket in partition)
 
 
-@given(gradient_lists(most=9), costs, st.just(0.0) | st.floats(0, 100))
-@settings(max_examples=300)
-def test_one_key_equals_brute_force(gradients: list[ReadyGradient], cost: AllReduceCost, backward_s: float) -> None:
-    """The earliest end with the fewest buckets; within the backward any end is as good."""
-    partition = optimal_partition(gradients, cost=cost, backward_s=backward_s)
-    check_partition(gradients, partition)
-    earliest, fewest = brute_force(gradients, cost, backward_s)
-    end = max(finish(gradients, partition, cost), backward_s)
-    assert end <= max(earliest, backward_s) * (1 + CLOSE)
-    assert len(partition) in fewest
-    assert end >= release_time_bound(gradients, cost=cost, backward_s=backward_s) * (1 - CLOSE)
-
-
-@given(gradient_lists(most=7, keys=3), costs)
+@given(gradient_lists(most=8), costs)
 @settings(max_examples=150)
-def test_several_keys_stay_near_brute_force(gradients: list[ReadyGradient], cost: AllReduceCost) -> None:
-    """A local optimum: over 99.9% of random cases are exact; none was worse than by 2%."""
-    partition = optimal_partition(gradients, cost=cost)
+def test_one_key_ends_as_early_as_by_brute_force(gradients: list[ReadyGradient], cost: AllReduceCost) -> None:
+    partition = earliest_partition(gradients, cost=cost)
     check_partition(gradients, partition)
-    ours, earliest = finish(gradients, partition, cost), brute_force(gradients, cost)[0]
-    assert earliest * (1 - CLOSE) <= ours <= earliest * 1.05
+    end = finish(gradients, partition, cost)
+    earliest = min(finish(gradients, each, cost) for each in all_partitions(gradients))
+    assert end <= earliest * (1 + CLOSE)
+    assert end >= release_time_bound(gradients, cost=cost, backward_s=0.0) * (1 - CLOSE)
 
 
 def test_small_cases_by_hand() -> None:
     cost = AllReduceCost(1.0, 1.0)
-    assert optimal_partition([], cost=cost) == ()
+    assert earliest_partition([], cost=cost) == ()
     # Ready together: one latency. Far apart: one each, the first is sent while the second is made.
-    assert optimal_partition([ReadyGradient(1, 1.0), ReadyGradient(1, 1.0)], cost=cost) == ((0, 1),)
+    assert earliest_partition([ReadyGradient(1, 1.0), ReadyGradient(1, 1.0)], cost=cost) == ((0, 1),)
     late = [ReadyGradient(1, 1.0), ReadyGradient(1, 9.0)]
-    assert optimal_partition(late, cost=cost) == ((0,), (1,))
-    # The same, but all of it is over before the backward is: one bucket.
-    assert optimal_partition(late, cost=cost, backward_s=12.0) == ((0, 1),)
+    assert earliest_partition(late, cost=cost) == ((0,), (1,))
+    # Of two keys that are ready together each has a bucket, and the next ones of each key their own.
+    assert earliest_partition([ReadyGradient(1, at, key) for at in (1.0, 9.0) for key in "ab"], cost=cost) == (
+        (0,), (1,), (2,), (3,),
+    )  # fmt: skip
+    # All of it is over before the backward is, at any speed: one bucket for each key.
+    at_ease = [ReadyGradient(1, at, key) for at in (1.0, 9.0) for key in "ab"]
+    assert robust_partition(at_ease, cost=cost, backward_s=90.0)[0] == ((0, 2), (1, 3))
+    # The first two can be one without a later end at any speed; the third cannot, as the last would wait for it.
+    times = [ReadyGradient(nbytes, at) for nbytes, at in ((1, 2.0), (5, 4.0), (5, 6.0), (2, 11.0))]
+    assert robust_partition(times, cost=cost, backward_s=11.0)[0] == ((0, 1), (2,), (3,))
     # A gradient is not launched before the ones in front of it are ready.
     assert release_times([ReadyGradient(1, 5.0), ReadyGradient(1, 3.0)]) == [5.0, 5.0]
 
 
-@given(gradient_lists(most=10, keys=2), costs, st.floats(0, 60))
-@settings(max_examples=200)
-def test_no_candidate_is_better_in_the_worst_case(
+@given(gradient_lists(most=6, keys=2), costs, st.floats(0, 60))
+@settings(max_examples=80)
+def test_the_robust_one_is_near_brute_force(
     gradients: list[ReadyGradient], cost: AllReduceCost, backward_s: float
 ) -> None:
+    """And no worse than any fixed cap, or the earliest at any speed."""
     partition, certificate = robust_partition(gradients, cost=cost, backward_s=backward_s)
     check_partition(gradients, partition)
     assert certificate.makespan_s >= certificate.bound_s * (1 - CLOSE)
     assert certificate.worst_ratio >= certificate.ratio * (1 - CLOSE)
     keys, sizes = zip(*((gradient.key, gradient.nbytes) for gradient in gradients), strict=True)
     rivals = [partition_by_size(keys, sizes, cap * BYTES_PER_MB, FIRST_CAP_MB * BYTES_PER_MB) for cap in CAPS_MB]
-    for slower in ERROR_BAND:
-        rivals.append(optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s))
-        rivals.append(earliest_partition(gradients, cost=cost.scaled(slower)))
+    rivals += [earliest_partition(gradients, cost=cost.scaled(slower)) for slower in ERROR_BAND]
     for rival in rivals:
-        other = certify(gradients, rival, cost=cost, backward_s=backward_s)
-        assert certificate.worst_ratio <= other.worst_ratio * (1 + CLOSE)
+        assert certificate.worst_ratio <= certify(gradients, rival, cost=cost, backward_s=backward_s).worst_ratio * (
+            1 + CLOSE
+        )
+    every = (certify(gradients, each, cost=cost, backward_s=backward_s) for each in all_partitions(gradients))
+    assert certificate.worst_ratio <= min(each.worst_ratio for each in every) * MOST_OFF
 
 
 def test_ten_thousand_gradients_are_planned() -> None:
