@@ -184,7 +184,8 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "inference mode": lambda model, run: evaluated(model, run, torch.inference_mode),
     "an averager": lambda model, run: averaged_in_place(model),
     "fake tensors": lambda model, run: beside_fake_tensors(model),
-    "vmap": lambda model, run: torch.func.vmap(model)(batch(77)),
+    # It refuses writes to tensors from outside of it; vmap does not.
+    "torch.func.grad": lambda model, run: torch.func.grad(lambda x: model(x).square().sum())(batch(77)),
     "code of another backend": lambda model, run: torch.compile(penalty, backend="aot_eager")(model),
     "a graph that breaks": lambda model, run: torch.compile(Broken(model), backend="dp_compile")(batch(77)),
 }
