@@ -66,10 +66,6 @@ class OneMode(Mode):
     name: str
     trainer: Callable[[Workload], Trainer]
     is_bound: bool = False
-    reason: str | None = None
-
-    def why_not(self) -> str | None:
-        return self.reason
 
     def prepare(self, workload: Workload) -> Trainer:
         return self.trainer(workload)
@@ -89,7 +85,3 @@ def unaveraged() -> OneMode:
 
 def hangs() -> OneMode:
     return OneMode("hangs", HangsInAStep)
-
-
-def missing() -> OneMode:
-    return OneMode("missing", Averaged, reason="the package horovod is not installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,10 +11,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 
 Batch = tuple[torch.Tensor, ...]
 
+SEED: Final = 20_261
+"""Of the weights with which every mode starts."""
 PROBE_LR: Final = 64.0
 """Large, so that rounding of the parameters hardly changes a gradient that is computed from their difference."""
 LARGE_EPS: Final = 1e4
@@ -75,11 +78,10 @@ class Trainer:
 
     def step(self, batch: Batch) -> None:
         """Forward, backward, reductions, optimizer, `zero_grad(set_to_none=True)`. On a GPU only enqueued."""
-        raise NotImplementedError
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """The reduced gradients of a batch by the workload's parameter names; parameters stay as they are."""
-        raise NotImplementedError
+        return {}
 
     def wait(self) -> None:
         """Wait for the communication in flight."""
@@ -89,19 +91,15 @@ class Trainer:
         return {}
 
 
-class Mode:
+class Mode(ABC):
     """A way to train data parallel, or a bound (`is_bound`): gradients of a bound are not compared."""
 
     name: str
     is_bound = False
 
-    def why_not(self) -> str | None:
-        """The reason why it cannot run here, such as a missing package; `None` if it can."""
-        return None
-
+    @abstractmethod
     def prepare(self, workload: Workload) -> Trainer:
         """Build the workload's model and what reduces its gradients. The default process group exists."""
-        raise NotImplementedError
 
 
 def imported(name: str, kind: type[Any]) -> Any:
@@ -115,6 +113,5 @@ def imported(name: str, kind: type[Any]) -> Any:
         found = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name!r} cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(found, kind):
-        raise ConfigError(f"{name!r} returned a {type(found).__name__}, not a {kind.__name__} of dp_compile.bench.")
+    require(isinstance(found, kind), f"what {name!r} returns", f"a {kind.__name__} of dp_compile.bench", type(found))
     return found

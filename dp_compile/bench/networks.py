@@ -2,42 +2,39 @@
 
 On loopback the network is a copy by the same cores that compute, so hiding it gains nothing. On a shaped network
 waiting costs no processor time, as between machines: two ranks run in network namespaces that a veth pair joins, and
-tc-tbf(8) limits what leaves each.
-
-The simulated network stands for a group that no single machine has: one process, with the other ranks simulated by
-`dp_compile.bench.simulated_group`.
+tc-tbf(8) limits what leaves each. On the simulated one a process stands for one of many (`simulated_group`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Final
 
 from dp_compile.bench import simulated_group
 from dp_compile.config import LINK_VARIABLE
-from dp_compile.errors import ConfigError, DPCompileError, require
+from dp_compile.errors import DPCompileError, require, require_integer
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost, check_number
 
-_RATES: Final = ("rate_mbit", "comm_over_compute")
-KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "loopback": (),
-    "shaped": _RATES,
-    "simulated": ("rate_mbit", "ranks", "latency_us"),
+ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "loopback": ("",),
+    "shaped": ("rate_mbit", "comm_over_compute"),
+    "simulated": ("rate_mbit, ranks, latency_us",),
 }
-"""The keys of each kind."""
+"""By kind the keys that a network has: one of these lists."""
 _LAUNCH_S: Final = 8.4e-6  # of a collective, however many hops it takes: NCCL's tuning table, protocol `Simple`
 _BURST_KIB: Final = 128  # one packet of 64 KiB that the sender's kernel has not segmented; tbf segments larger ones
 _QUEUE_MIB: Final = 8
 _MTU: Final = 65535  # the largest: fewer packets, less processor time for the same bytes
 _PREFIX: Final = "dpbench"
-_ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 _SYSTEM_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin"  # where `ip` and `tc` are, and often not on a user's PATH
 _SETTINGS: Final = {
     # bbr paces itself with timers, and cubic is refused inside a namespace.
@@ -58,7 +55,7 @@ class Network:
     Args:
         rate_mbit: 1e6 bits per second that leave a rank.
         comm_over_compute: in place of the rate, the time of all gradients in one all-reduce over that of the workload's
-            compiled step without communication (mode `compute`).
+            compiled step without communication (mode `compute`). Latency is not included; the self-check measures it.
         ranks: of the simulated group, and `latency_us` of one hop of its ring.
 
     Raises:
@@ -72,17 +69,14 @@ class Network:
     latency_us: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
-        given = [each.name for each in fields(self) if each.name != "kind" and getattr(self, each.name) is not None]
+        require(self.kind in _KEYS, "kind", f"one of {', '.join(_KEYS)}", self.kind)
+        given = [each.name for each in fields(self)[1:] if getattr(self, each.name) is not None]
+        keys, allowed = ", ".join(given), _KEYS[self.kind]
+        require(keys in allowed, f"what kind {self.kind!r} has", " or ".join(allowed) or "nothing else", keys)
         for name in given:
-            if name not in KINDS[self.kind]:
-                allowed = " or ".join(repr(kind) for kind, keys in KINDS.items() if name in keys)
-                raise ConfigError(f"{name} is for kind = {allowed}, not for {self.kind!r}.")
             check_number(name, getattr(self, name), zero_allowed=False)
-        if self.kind == "shaped" and len(given) != 1:
-            raise ConfigError(f"kind 'shaped' needs exactly one of {' and '.join(_RATES)}.")
-        if self.kind == "simulated" and (len(given) != 3 or not isinstance(self.ranks, int) or self.ranks < 2):
-            raise ConfigError("kind 'simulated' needs ranks (an integer >= 2), latency_us and rate_mbit.")
+        if self.ranks is not None:
+            require_integer("ranks", self.ranks, 2)
 
     @property
     def name(self) -> str:
@@ -91,23 +85,12 @@ class Network:
         rate = f"comm/compute {self.comm_over_compute:g}" if self.rate_mbit is None else f"{self.rate_mbit:g} mbit"
         return rate if self.kind == "shaped" else f"simulated {self.ranks} x {self.latency_us:g} us, {rate}"
 
-    def rate(self, *, compute_s: float, gradient_nbytes: int) -> float | None:
-        """The rate in mbit; from `comm_over_compute` that of two ranks, each of which sends as much as there is.
-
-        Latency is not included; the self-check measures it.
-        """
-        if self.comm_over_compute is None:
-            return self.rate_mbit
-        return 8e-6 * gradient_nbytes / (self.comm_over_compute * compute_s)
-
     @property
     def cost(self) -> AllReduceCost:
         """Of a ring all-reduce over the simulated group, in which each rank sends 2 (n-1)/n of the bytes."""
-        assert self.ranks is not None
-        assert self.latency_us is not None
-        assert self.rate_mbit is not None
-        hops = 2 * (self.ranks - 1)
-        return AllReduceCost(_LAUNCH_S + hops * self.latency_us * 1e-6, hops / self.ranks * 8e-6 / self.rate_mbit)
+        ranks, latency_us, rate_mbit = self.ranks or 0, self.latency_us or 0.0, self.rate_mbit or 0.0  # a simulated one
+        hops = 2 * (ranks - 1)
+        return AllReduceCost(_LAUNCH_S + hops * latency_us * 1e-6, hops / ranks * 8e-6 / rate_mbit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +98,15 @@ class Placement:
     """How to start the ranks of one cell.
 
     Args:
-        host: rank 0's address as the others see it.
-        prefixes: by process, what comes before its command.
-        frees_cpu: whether a rank that waits leaves the processors to others; it does not on loopback.
+        processes: how many to start.
+        spaces: the network namespace of each, or empty.
         group_ranks: ranks of the process group if most of them are simulated.
     """
 
     backend: str
-    host: str
-    prefixes: tuple[tuple[str, ...], ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    frees_cpu: bool = True
+    processes: int
+    environment: Mapping[str, str]
+    spaces: tuple[str, ...] = ()
     group_ranks: int | None = None
 
 
@@ -137,21 +118,24 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
         NetworkError: on entering, if this machine, or this user's rights on it, cannot make it.
     """
     if network.kind == "loopback":
-        yield Placement("gloo", "127.0.0.1", ((),) * ranks, _on_interface("lo"), frees_cpu=False)
+        yield Placement("gloo", ranks, _on_interface("lo"))
         return
     if network.kind == "simulated":
         # The barrier of `init_process_group` would wait in the store for ranks that do not exist.
         environment = {**simulated_group.environment(network.cost), "TORCH_DIST_INIT_BARRIER": "0"}
-        yield Placement(FABRIC.name, "127.0.0.1", ((),), environment, group_ranks=network.ranks)
+        yield Placement(FABRIC.name, 1, environment, group_ranks=network.ranks)
         return
     rate_mbit = rate_mbit or network.rate_mbit
     assert rate_mbit is not None
-    if ranks != len(_ADDRESSES):
-        raise NetworkError(f"a shaped network joins 2 ranks, not {ranks}.")
-    if missing := [tool for tool in ("ip", "tc") if _tool(tool) == ""]:
-        raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")
-    if os.geteuid() != 0:
-        raise NetworkError("making network namespaces needs root: run the benchmark as root, for instance with sudo.")
+    missing = [tool for tool in ("ip", "tc") if _tool(tool) == ""]
+    obstacles = {
+        f"a shaped network joins 2 ranks, not {ranks}.": ranks != len(ADDRESSES),
+        f"{' and '.join(missing)} not found: install iproute2.": missing,
+        "making network namespaces needs root: run the benchmark as root, for instance with sudo.": os.geteuid(),
+    }
+    for reason, applies in obstacles.items():
+        if applies:
+            raise NetworkError(reason)
     remove_stale()
     with ExitStack() as stack:
         spaces = [f"{_PREFIX}{os.getpid()}-{rank}" for rank in range(ranks)]
@@ -159,7 +143,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
             _run(f"ip netns add {space}")
             stack.callback(_run, f"ip netns del {space}")
         _run(f"ip link add eth0 netns {spaces[0]} type veth peer name eth0 netns {spaces[1]}")
-        for space, address in zip(spaces, _ADDRESSES, strict=True):
+        for space, address in zip(spaces, ADDRESSES, strict=True):
             for name, value in _SETTINGS.items():
                 shell = f"test ! -e /proc/sys/net/{name} || echo {value} > /proc/sys/net/{name}"
                 _run(f"ip netns exec {space} sh -c", shell)
@@ -168,13 +152,19 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
             _run(f"ip -n {space} link set eth0 mtu {_MTU} up")
             shape = f"rate {round(rate_mbit * 1e6)}bit burst {_BURST_KIB}k limit {_QUEUE_MIB}m"
             _run(f"tc -n {space} qdisc replace dev eth0 root tbf {shape}")
-        prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces)
-        yield Placement("gloo", _ADDRESSES[0], prefixes, _on_interface("eth0"))
+        yield Placement("gloo", ranks, _on_interface("eth0"), tuple(spaces))
+
+
+def enter(space: str) -> None:
+    """Move this thread, and those that it starts, into a network namespace (`CLONE_NEWNET`)."""
+    with open(f"/run/netns/{space}") as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), 0x40000000) != 0:
+            raise NetworkError(f"network namespace {space} cannot be entered: {os.strerror(ctypes.get_errno())}.")
 
 
 def _on_interface(name: str) -> dict[str, str]:
-    """No link is remembered: another rate of the same interface is another link."""
-    return {"GLOO_SOCKET_IFNAME": name, LINK_VARIABLE: "measured"}
+    return {"GLOO_SOCKET_IFNAME": name, LINK_VARIABLE: "measured"}  # another rate is another link: none is remembered
 
 
 def remove_stale() -> None:

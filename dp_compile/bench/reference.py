@@ -1,28 +1,14 @@
-"""The weights and batches with which every mode starts, and the gradients that it has to compute."""
+"""The batches of every mode, and the gradients that it has to compute."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Final
 
 import torch
-from torch import nn
 
-from dp_compile.bench.contract import Batch, Workload
-
-SEED: Final = 20_261
-_NORM_FLOOR: Final = 1e-4
-
-
-def with_fixed_weights(workload: Workload) -> Workload:
-    """The workload with the weights of `SEED`, independent of random numbers that a mode drew before it builds."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(SEED)
-        return workload.build()
-
-    return replace(workload, build=build)
+from dp_compile.bench.contract import SEED, Batch, Workload
+from dp_compile.errors import require
 
 
 def batches(workload: Workload, rank: int) -> Iterator[Batch]:
@@ -34,7 +20,8 @@ def batches(workload: Workload, rank: int) -> Iterator[Batch]:
 
 def average_gradients(workload: Workload, ranks: int) -> dict[str, torch.Tensor]:
     """Of the first batches of so many ranks, by parameter: eagerly, in this process alone."""
-    model = with_fixed_weights(workload).build().train()
+    torch.manual_seed(SEED)
+    model = workload.build().train()
     for rank in range(ranks):
         workload.loss(model, next(batches(workload, rank))).backward()
     return {name: each.grad / ranks for name, each in model.named_parameters() if each.grad is not None}
@@ -47,17 +34,16 @@ def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     gradient is zero): its difference is divided by that.
 
     Raises:
-        ValueError: a gradient too many or too few.
+        ConfigError: a gradient too many or too few.
     """
-    if set(gradients) != set(expected):
-        missing, extra = sorted(set(expected) - set(gradients)), sorted(set(gradients) - set(expected))
-        raise ValueError(f"gradients of other parameters than the workload's: missing {missing}, too many {extra}")
+    differing = sorted(set(gradients) ^ set(expected))
+    require(not differing, "gradients", "of all parameters of the workload and no other", differing)
     norms = {name: float(torch.linalg.vector_norm(each)) for name, each in expected.items()}
-    floor = max(_NORM_FLOOR * max(norms.values()), torch.finfo(torch.float32).tiny)
-    errors = {
-        name: float(torch.linalg.vector_norm(gradients[name].detach().cpu().float() - each)) / max(norms[name], floor)
-        for name, each in expected.items()
-    }
-    # NaN counts as larger than any number.
-    parameter = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
-    return parameter, errors[parameter]
+    floor = max(1e-4 * max(norms.values()), torch.finfo(torch.float32).tiny)
+
+    def error(name: str) -> float:
+        difference = gradients[name].detach().cpu().float() - expected[name]
+        found = float(torch.linalg.vector_norm(difference)) / max(norms[name], floor)
+        return math.inf if math.isnan(found) else found
+
+    return max(((name, error(name)) for name in expected), key=lambda each: each[1])

@@ -1,14 +1,28 @@
-"""A run as Markdown: times over the reference, the self-checks of the networks, and what was not measured."""
+"""A run as Markdown of at most 80 columns, and two runs compared: the verdict first, then a table for each cell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import NormalDist
+from typing import Final
 
 import numpy as np
 
-from dp_compile.bench.results import FAILED, SKIPPED, Cell, ModeResult, Ratio, Results, ratios
-from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, WAITING_LIMIT
+from dp_compile.bench.results import MACHINE, Cell, ModeResult, Ratio, Results, ratios
+from dp_compile.errors import require
 from dp_compile.plan.words import count, format_bytes
+
+WIDTH: Final = 80
+FALSE_ALARMS: Final = 0.01  # probability of a regression in two runs of the same code, if turns show all of the noise
+TOO_NOISY: Final = 0.25  # with a wider noise band, `same` would be a claim without evidence
+# Two starts of the same code differ (memory layout, order of compilation), which turns of one start cannot show:
+# Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. Smaller changes are no regression.
+TOLERANCE: Final = 0.03
+REGRESSIONS: Final = ("slower", "lost", "more")
+_SETTINGS: Final = ("reference", "ranks", "steps_per_turn", "caches")
 
 
 def markdown(results: Results) -> str:
@@ -18,84 +32,135 @@ def markdown(results: Results) -> str:
 def failures(results: Results) -> list[str]:
     """One line for each mode that failed."""
     return [
-        f"{mode.name} over {cell.network}, {cell.workload}: {_short(mode.reason)}"
+        f"{mode.name} over {cell.network}, {cell.workload}: {mode.reason.splitlines()[0]}"
         for cell in results.cells
         for mode in cell.modes
-        if mode.status == FAILED
+        if mode.reason
     ]
 
 
-def _lines(results: Results) -> Iterator[str]:
-    suite, where = results.suite, ", ".join(f"{key} {each}" for key, each in results.environment.items() if each)
-    yield from (f"# Benchmark `{suite.name}`", "", f"{results.started[:16]} UTC, {where}.")
-    yield (
-        f"{count(suite.ranks, 'rank')}, {count(suite.repetitions, 'turn')} of {count(suite.steps_per_turn, 'step')}, "
-        f"{count(suite.starts, 'start')} of each mode, caches {suite.caches}; modes in turns, the slowest rank counts."
-    )
-    yield f"A step over that of `{suite.reference}` in the same turn: median +-1.96 standard errors; of the reference"
-    yield "in ms with its quartiles. *Italic*: a bound. !: failed, or wrong gradients."
-    for name in suite.workloads:
-        cells = [cell for cell in results.cells if cell.workload == name and not cell.skipped]
-        if cells:
-            yield from ("", f"## {name}", "")
-            yield from _table(_workload(cells, suite.reference))
-    yield from ("", "## Self-checks of the networks", "")
-    yield from _table(_self_checks(results.cells))
-    yield f"\nPassed: a rank that waits for an all-reduce uses <= {WAITING_LIMIT:.0%} of a core, and a concurrent"
-    yield f"matmul takes <= {SLOWDOWN_LIMIT:g}x as long. Otherwise, as on loopback, hiding communication gains little."
-    skipped = [f"{cell.workload} over {cell.network}: {_short(cell.skipped)}" for cell in results.cells if cell.skipped]
-    modes = [mode for cell in results.cells for mode in cell.modes]
-    skipped += [f"{mode.name}: {_short(mode.reason)}" for mode in modes if mode.status == SKIPPED]
-    if reasons := list(dict.fromkeys(failures(results) + skipped)):
-        yield from ("", "## Not measured", "", *(f"- {each}" for each in reasons))
-
-
-def _workload(cells: Sequence[Cell], reference: str) -> Iterator[Sequence[str]]:
-    yield ["mode", *(cell.network for cell in cells), "until warm", "peak memory", "counts"]
-    found = [ratios(cell, reference) for cell in cells]
-    for mode in cells[0].modes:
-        measured = [cell.measured().get(mode.name) for cell in cells]
-        if not (runs := [each for each in measured if each is not None]):
-            continue
-        figures = [_figure(each, times.get((mode.name, "step"))) for each, times in zip(measured, found, strict=True)]
-        warm = [f", {times[mode.name, 'until warm']}" for times in found if (mode.name, "until warm") in times]
-        yield [
-            f"*{mode.name}*" if mode.is_bound else mode.name,
-            *figures,
-            f"{np.median(runs[-1].starts_s):.1f} s{''.join(warm[:1])}",
-            format_bytes(max(each.peak_nbytes for each in runs)),
-            ", ".join(f"{what} {number:,}" for what, number in runs[-1].counts.items()),
-        ]
-
-
-def _figure(mode: ModeResult | None, value: Ratio | None) -> str:
-    if mode is None:
-        return "!"
-    low, middle, high = np.quantile(mode.step_s, [0.25, 0.5, 0.75]) * 1e3
-    return f"{middle:.3g} ms ({low:.3g}-{high:.3g})" if value is None else str(value)
-
-
-def _self_checks(cells: Sequence[Cell]) -> Iterator[Sequence[str]]:
-    yield ["workload", "network", "rate", "alpha", "MB/s", "all-reduce", "waiting", "concurrent matmul", "self-check"]
-    for cell, check in ((cell, cell.self_check) for cell in cells if cell.self_check is not None):
-        stated = f" (stated {check.stated_mb_per_s:.4g})" if check.stated_mb_per_s else ""
-        yield [
-            *(cell.workload, cell.network, f"{cell.rate_mbit:.4g} mbit" if cell.rate_mbit is not None else "-"),
-            *(f"{check.alpha_us:.0f} us", f"{check.mb_per_s:.4g}{stated}"),
-            f"{format_bytes(check.nbytes)} in {check.all_reduce_ms:.3g} ms",
-            *(f"{check.waiting_cpu_share:.0%} of a core", f"{check.matmul_slowdown:.2f}x as slow"),
-            ("passed" if check.passed else "FAILED") if check.nbytes else "one rank",
-        ]
-
-
-def _short(reason: str) -> str:
-    """First and last line: the last one of a traceback is its error. The result file has all of it."""
-    lines = [line for line in reason.splitlines() if line.strip()] or [""]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
-
-
-def _table(rows: Iterator[Sequence[str]]) -> Iterator[str]:
+def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """In Markdown, and aligned: the first row is the head."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
-        yield f"| {' | '.join(row)} |"
+        yield f"| {' | '.join(map(str.ljust, row, widths))} |"
         if number == 0:
-            yield "|---" * len(row) + "|"
+            yield f"|{'|'.join('-' * (width + 2) for width in widths)}|"
+
+
+def _lines(results: Results) -> Iterator[str]:
+    suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
+    fastest = Counter(name for name in map(_fastest, cells) if name)
+    found = ", ".join(f"`{name}` in {number} of {len(cells)}" for name, number in fastest.most_common())
+    yield from (f"# `{suite.name}`: fastest {found or 'none, nothing was measured'}", "")
+    where = ", ".join(f"{key} {each}" for key, each in results.environment.items() if each)
+    turns = f"{count(suite.repetitions, 'turn')} of {count(suite.steps_per_turn, 'step')}"
+    yield from textwrap.wrap(
+        f"{results.started[:16]} UTC, {where}. {count(suite.ranks, 'rank')}, {turns}, {count(suite.starts, 'start')}, "
+        f"caches {suite.caches}. Times are over those of `{suite.reference}` in the same turn, median +-1.96 standard "
+        "errors; its own in ms, with quartiles. The slowest rank counts. *Italic*: a bound, whose gradients are not "
+        "reduced.",
+        WIDTH,
+    )
+    for cell in cells:
+        yield from ("", f"## {cell.workload}, {cell.network}", "")
+        yield from table(_rows(cell, suite.reference))
+        if (check := cell.self_check) is not None and check.mb_per_s:
+            yield f"\nLatency {check.alpha_us:.0f} us, {check.mb_per_s:.4g} MB/s; a matmul during an all-reduce takes"
+            hint = "" if check.passed else ",\nso hiding communication gains little here"
+            yield f"{check.matmul_slowdown:.2f}x as long: self-check {'passed' if check.passed else 'FAILED'}{hint}."
+    skipped = [f"{cell.workload} over {cell.network}: {cell.skipped}" for cell in results.cells if cell.skipped]
+    reasons = dict.fromkeys(each.splitlines()[0] for each in failures(results) + skipped)
+    yield from ("", "## Not measured", "") if reasons else ()
+    for each in reasons:
+        yield from textwrap.wrap(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _fastest(cell: Cell) -> str:
+    medians = {name: np.median(each.step_s) for name, each in cell.measured().items() if not each.is_bound}
+    return min(medians, key=lambda name: medians[name], default="")
+
+
+def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
+    yield ["mode", f"step / {reference}", "until warm", f"/ {reference}", "peak memory"]
+    times = ratios(cell, reference)
+    for name, mode in cell.measured().items():
+        low, middle, high = np.quantile(mode.step_s, [0.25, 0.5, 0.75]) * 1e3
+        yield [
+            f"*{name}*" if mode.is_bound else name,
+            str(times.get((name, "step"), f"{middle:.3g} ms ({low:.3g}-{high:.3g})")),
+            f"{np.median(mode.starts_s):.1f} s",
+            str(times.get((name, "until warm"), "-")),
+            format_bytes(mode.peak_nbytes),
+        ]
+
+
+# --- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def compare(baseline: Results, new: Results) -> tuple[str, int]:
+    """Ratios to the reference inside each run, one run against the other, and counts. Bounds are not compared.
+
+    A change of time counts when it is larger than `TOLERANCE` and than the noise band: the normal quantile of one-sided
+    error `FALSE_ALARMS` over the number of comparisons (Bonferroni), times the standard error. Counts have no noise:
+    one more is a regression. Returns the verdict with a table for each cell, and the number of regressions.
+
+    Raises:
+        ConfigError: another machine, other settings, or nothing in common.
+    """
+    old, here = (
+        {name: each.environment[name] for name in MACHINE}
+        | {name: getattr(each.suite, name) for name in _SETTINGS}
+        | {"cells": ", ".join(f"{cell.workload} over {cell.network}" for cell in each.cells)}
+        for each in (baseline, new)
+    )
+    for name, value in old.items():
+        require(here[name] == value, f"{name} of the new run", f"{value!r} as in the baseline", here[name])
+    reference, pairs = baseline.suite.reference, list(zip(baseline.cells, new.cells, strict=True))
+    times = [list(_times(*pair, reference)) for pair in pairs]
+    number = sum(map(len, times))
+    require(number > 0, "what both runs measured", f"the reference {reference!r} and another mode", "less")
+    sure = NormalDist().inv_cdf(1 - FALSE_ALARMS / number)
+    lines: list[str] = []
+    regressions = 0
+    for pair, found in zip(pairs, times, strict=True):
+        rows = [_judged(*each, sure) for each in found] + list(_counts(*pair))
+        rows.sort(key=lambda row: row[0] not in REGRESSIONS)
+        regressions += sum(row[0] in REGRESSIONS for row in rows)
+        lines += ["", f"## {pair[0].workload}, {pair[0].network}", ""]
+        lines += table([("", "mode", "what", "before", "after", "change", "noise"), *rows])
+    text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} times over {reference}"
+    return "\n".join([f"{text} and in all counts", *lines]) + "\n", regressions
+
+
+_Times = tuple[str, str, Ratio, Ratio | None, str]
+
+
+def _times(old: Cell, new: Cell, reference: str) -> Iterator[_Times]:
+    """A mode and what was timed, the ratios of both runs; `None` with a reason where the new run has none."""
+    after = ratios(new, reference)
+    for (name, what), value in ratios(old, reference).items():
+        if not old.measured()[name].is_bound:
+            failed = next((mode for mode in new.modes if mode.name == name), ModeResult(name, reason="not measured"))
+            reason = (new.skipped or failed.reason or "no reference").splitlines()[0]
+            yield name, what, value, after.get((name, what)), reason
+
+
+def _judged(name: str, what: str, old: Ratio, new: Ratio | None, reason: str, sure: float) -> Sequence[str]:
+    if new is None:
+        return "lost", name, what, f"{old.value:.3f}", textwrap.shorten(reason, 24, placeholder=" ..."), "", ""
+    change, band = math.log(new.value / old.value), sure * math.hypot(old.log_error, new.log_error)
+    verdict = "unclear" if math.expm1(band) > TOO_NOISY else "same"
+    if abs(change) > max(band, math.log1p(TOLERANCE)):
+        verdict = "slower" if change > 0 else "faster"
+    shown = f"{old.value:.3f}", f"{new.value:.3f}", f"{math.expm1(change):+.1%}", f"{math.expm1(band):.1%}"
+    return verdict, name, what, *shown
+
+
+def _counts(old: Cell, new: Cell) -> Iterator[Sequence[str]]:
+    for name, mode in old.measured().items():
+        after = new.measured().get(name, mode).counts
+        for what, before in mode.counts.items():
+            if (now := after.get(what, before)) != before:
+                yield "more" if now > before else "fewer", name, what, f"{before:,}", f"{now:,}", "", ""

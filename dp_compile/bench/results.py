@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import os
+import platform
+import re
+import shutil
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from dp_compile.bench import suites
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suites import Suite
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 
-VERSION: Final = 4
-MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
+VERSION: Final = 5
+MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")
+"""Of `environment`, what has to be equal for times to be comparable."""
+_OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD=.*malloc")
 _IQR_OF_NORMAL: Final = 1.349
 _ERROR_OF_MEDIAN: Final = math.sqrt(math.pi / 2)
 
@@ -26,22 +36,19 @@ class ModeResult:
     """One mode in one cell.
 
     Args:
-        status: `measured`, `skipped` or `failed`; the last two have a `reason`.
+        reason: why it failed; empty if it is measured.
         step_s: seconds of a step, by turn; of the slowest rank.
         starts_s: seconds until each start of the mode was warm: building, first gradients, warm-up.
         peak_nbytes: resident set of a rank's process since the warm-up, or the allocator's peak on an accelerator.
-        gradient_error: largest error of a gradient, see `reference.compare`; `None` for a bound.
         counts: of one backward, see `contract.Trainer`.
     """
 
     name: str
     is_bound: bool = False
-    status: str = FAILED
     reason: str = ""
     step_s: tuple[float, ...] = ()
     starts_s: tuple[float, ...] = ()
     peak_nbytes: int = 0
-    gradient_error: float | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -65,7 +72,7 @@ class Cell:
     modes: tuple[ModeResult, ...] = ()
 
     def measured(self) -> dict[str, ModeResult]:
-        return {mode.name: mode for mode in self.modes if mode.status == MEASURED}
+        return {mode.name: mode for mode in self.modes if not mode.reason}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +85,49 @@ class Results:
     cells: tuple[Cell, ...] = ()
 
 
+def environment() -> dict[str, str]:
+    """What a figure depends on, besides the code that is measured.
+
+    `malloc`: its settings in the environment, or a preloaded one; page faults are a part of a step. `commit`: of the
+    checkout, `-dirty` if files differ from it; without a checkout the version.
+    """
+    cpus = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    return {
+        "cpu": cpus[0] if cpus else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "malloc": " ".join(sorted(each for each in map("=".join, os.environ.items()) if _OF_MALLOC.match(each))),
+        "torch": torch.__version__,
+        "commit": commit or f"version {importlib.metadata.version('dp_compile')}",
+    }
+
+
 def save(results: Results, path: Path) -> None:
     path.write_text(json.dumps({"version": VERSION} | asdict(results), indent=1, allow_nan=False) + "\n")
 
 
 def load(path: Path) -> Results:
     """Raises:
-    ConfigError: no such file, not a result, of another version, or empty.
+    ConfigError: no such file, not a result, or of another version.
     """
     try:
         data = json.loads(path.read_text())
-        version, found = data["version"], None
-        if version == VERSION:
-            networks = [{key: value for key, value in each.items() if value} for each in data["suite"]["networks"]]
-            suite = suites.from_dict(data["suite"] | {"networks": networks})
-            found = Results(suite, data["environment"], data["started"], tuple(map(_cell, data["cells"])))
+        require(data["version"] == VERSION, "version", str(VERSION), data["version"], " Run the benchmark again.")
+        suite = suites.from_dict(data["suite"])
+        return Results(suite, data["environment"], data["started"], tuple(map(_cell, data["cells"])))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not what `dp-compile bench run` writes: {error!r}.") from error
-    if found is None:
-        raise ConfigError(f"{path} has version {version!r}, this is {VERSION}. Run the benchmark again.")
-    if not found.cells:
-        raise ConfigError(f"{path} holds no cell.")
-    return found
+        raise ConfigError(f"{path} is not what `dp-compile bench run` writes: {error!r}") from error
 
 
 def _cell(data: dict[str, Any]) -> Cell:
     times = "step_s", "starts_s"
     modes = [ModeResult(**mode | {name: tuple(mode[name]) for name in times}) for mode in data["modes"]]
     check = None if data["self_check"] is None else SelfCheck(**data["self_check"])
-    cell = Cell(**data | {"modes": tuple(modes), "self_check": check})
-    for mode in cell.measured().values():
-        if check is None or not mode.step_s:
-            raise ValueError(f"mode {mode.name} is measured, and has no times or its network no self-check")
-    return cell
+    return Cell(**data | {"modes": tuple(modes), "self_check": check})
 
 
 @dataclass(frozen=True, slots=True)

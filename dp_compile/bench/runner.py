@@ -12,16 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from dp_compile.bench.machine import environment
 from dp_compile.bench.modes import mode
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
-from dp_compile.bench.results import FAILED, MEASURED, SKIPPED, Cell, ModeResult, Results, save
-from dp_compile.bench.selfcheck import SelfCheck, worst
+from dp_compile.bench.results import Cell, ModeResult, Results, environment, save
+from dp_compile.bench.selfcheck import SelfCheck, measure
 from dp_compile.bench.suites import COLD, WARM, Suite
-from dp_compile.bench.workers import WorkerError, Workers
+from dp_compile.bench.workers import START_TIMEOUT_S, call, ranks_of
 from dp_compile.bench.workloads import workload
+from dp_compile.errors import DPCompileError
+from dp_compile.testing.ranks import RankError, Ranks
 
 _CHECK_ATTEMPTS: Final = 3
 _TURN_TIMEOUT_S: Final = 120.0
@@ -51,140 +52,123 @@ class Runner:
 
         All ranks compute at the same time, as in the cells.
         """
-        self._say(f"{name}: gradients of one process")
+        say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:
-            with open_network(Network("loopback"), ranks=self.suite.ranks) as place:
-                with self._workers(f"workload {name}", place) as workers:
-                    path = str(self._expected(name))
-                    (nbytes,) = workers.ask("expect", name, path, ranks=[0])
-                    if any(network.comm_over_compute is not None for network in self.suite.networks):
-                        self._say(f"{name}: compute alone")
-                        steps = max(1, self.suite.warmup_steps)
-                        workers.ask("start", name, "compute", "", steps)
-                        compute_s = statistics.median(self._turn(workers) for _ in range(self.suite.repetitions))
-        except WorkerError as error:
-            return replace(cell, skipped=f"the workload itself fails: {error}")
+            with open_network(Network("loopback"), ranks=self.suite.ranks) as place, ranks_of(place, {}) as ranks:
+                nbytes = ask(ranks, "expect", name, self._file(f"gradients {name}.pt"))[0]
+                if any(network.comm_over_compute is not None for network in self.suite.networks):
+                    say(f"{name}: compute alone")
+                    ask(ranks, "start", name, "compute", "", max(1, self.suite.warmup_steps))
+                    compute_s = statistics.median(self._turn(ranks) for _ in range(self.suite.repetitions))
+        except RankError as error:
+            return replace(cell, skipped=f"the workload itself fails: {_cause(error)}")
         return replace(cell, compute_s=compute_s, gradient_nbytes=nbytes)
 
     def cell(self, cell: Cell, network: Network) -> Cell:
         if cell.skipped:
             return cell
         where = f"{cell.workload}, {network.name}"
-        rate_mbit = network.rate(compute_s=cell.compute_s, gradient_nbytes=cell.gradient_nbytes)
+        rate_mbit = network.rate_mbit
+        if network.comm_over_compute is not None:  # of two ranks, each of which sends as much as there is
+            rate_mbit = 8e-6 * cell.gradient_nbytes / (network.comm_over_compute * cell.compute_s)
         try:
             with open_network(network, ranks=self.suite.ranks, rate_mbit=rate_mbit) as place:
-                self._say(f"{where}: self-check")
-                check = self._self_check(place)
+                say(f"{where}: self-check")
+                check = self._self_check(place, 1 if network.kind == "loopback" else _CHECK_ATTEMPTS)
                 modes = self._modes(cell.workload, place, where)
-        except (NetworkError, WorkerError) as error:
-            return replace(cell, skipped=str(error))
+        except (NetworkError, RankError) as error:
+            return replace(cell, skipped=_cause(error))
         return replace(cell, rate_mbit=rate_mbit, self_check=check, modes=modes)
 
-    def _self_check(self, place: Placement) -> SelfCheck:
-        """On a busy machine it may fail without reason: the first that passes, else the best of three."""
-        with self._workers("self-check", place) as workers:
-            workers.meet()
-            checks: list[SelfCheck] = []
-            while len(checks) < (_CHECK_ATTEMPTS if place.frees_cpu else 1):
-                checks.append(worst(workers.ask("self_check")))
-                if checks[-1].passed:
-                    break
-        return min(checks, key=lambda check: (not check.passed, check.matmul_slowdown))
+    def _self_check(self, place: Placement, attempts: int) -> SelfCheck:
+        """On a busy machine it may fail without reason: the first that passes, else the best."""
+        checks: list[SelfCheck] = []
+        with ranks_of(place, {}) as ranks:
+            while len(checks) < attempts and not (checks and checks[-1].passed):
+                found = ranks.run(measure, timeout_s=START_TIMEOUT_S)
+                checks.append(max(found, key=lambda check: check.matmul_slowdown))
+        return min(checks, key=lambda check: check.matmul_slowdown)
 
     def _modes(self, name: str, place: Placement, where: str) -> tuple[ModeResult, ...]:
         """Start every mode as often as the suite asks for, then time those of the last start."""
-        found = {each: ModeResult(each, status=MEASURED) for each in self.suite.modes}
-        running: dict[str, Workers] = {}
+        found = {each: ModeResult(each) for each in self.suite.modes}
+        running: dict[str, Ranks] = {}
         starts = self.suite.starts + (self.suite.caches == WARM)  # that one fills the cache
         with ExitStack() as stack:
             for number in range(starts):
-                for each in [each for each in found if found[each].status == MEASURED]:
-                    self._say(f"{where}: {each} starts")
-                    with ExitStack() as start:
-                        try:
-                            workers, found[each] = self._start(start, name, place, found[each])
-                        except Exception as error:  # of the mode's code too: other modes go on
-                            found[each] = _failed(found[each], error)
-                            continue
-                        if workers is not None and number == starts - 1:
-                            running[each] = workers
-                            stack.push(start.pop_all())
-            self._say(f"{where}: {self.suite.repetitions} turns of each mode")
+                for each in [each for each in found if not found[each].reason]:
+                    say(f"{where}: {each} starts")
+                    running[each] = stack.enter_context(ranks_of(place, self._cache(name, each)))
+                    found[each] = self._start(running[each], name, found[each])
+                    if number < starts - 1 or found[each].reason:
+                        running.pop(each).stop()
+            say(f"{where}: {self.suite.repetitions} turns of each mode")
             found |= self._turns(running, found)
         last = -self.suite.starts
         return tuple(replace(each, starts_s=each.starts_s[last:]) for each in found.values())
 
-    def _start(
-        self, stack: ExitStack, name: str, place: Placement, result: ModeResult
-    ) -> tuple[Workers | None, ModeResult]:
-        """Start the ranks of a mode, compare its gradients, warm it up."""
-        made = mode(result.name)
-        result = replace(result, is_bound=made.is_bound)
-        if reason := made.why_not():
-            return None, replace(result, status=SKIPPED, reason=reason)
-        workers = stack.enter_context(self._workers(f"mode {result.name}", place, self._cache(name, result.name)))
-        workers.meet()
-        expected = "" if made.is_bound else str(self._expected(name))
-        ranks = workers.ask("start", name, result.name, expected, self.suite.warmup_steps)
+    def _start(self, ranks: Ranks, name: str, result: ModeResult) -> ModeResult:
+        """Build the mode on the ranks, compare its gradients, warm it up."""
+        try:
+            made = mode(result.name)
+            expected = "" if made.is_bound else self._file(f"gradients {name}.pt")
+            answers = ask(ranks, "start", name, result.name, expected, self.suite.warmup_steps)
+        except Exception as error:  # of the mode's code too: other modes go on
+            return replace(result, reason=_cause(error))
         allowed = workload(name).tolerance
-        for _, error, parameter in ranks:
-            if not error <= allowed:
-                reason = (
-                    f"the gradient of {parameter} differs by {error:.2g} of its norm from the average of one process"
-                )
-                return None, replace(result, status=FAILED, reason=f"{reason} (allowed {allowed:g}).")
-        starts_s = (*result.starts_s, max(seconds for seconds, _, _ in ranks))
-        worst_error = None if made.is_bound else max(error for _, error, _ in ranks)
-        return workers, replace(result, starts_s=starts_s, gradient_error=worst_error)
+        for _, off, parameter in answers:
+            if not off <= allowed:
+                far = f"the gradient of {parameter} differs by {off:.2g} of its norm from the average of one process"
+                return replace(result, reason=f"{far} (allowed {allowed:g}).")
+        starts_s = (*result.starts_s, max(seconds for seconds, _, _ in answers))
+        return replace(result, is_bound=made.is_bound, starts_s=starts_s)
 
-    def _turns(self, running: Mapping[str, Workers], found: Mapping[str, ModeResult]) -> dict[str, ModeResult]:
+    def _turns(self, running: Mapping[str, Ranks], found: Mapping[str, ModeResult]) -> dict[str, ModeResult]:
         """A B C A B C ..., and at the end of each mode its peak of memory and its counts."""
         results = {name: found[name] for name in running}
         for number in range(self.suite.repetitions + 1):
             for name, result in results.items():
-                if result.status == FAILED:
+                if result.reason:
                     continue
                 try:
                     if number < self.suite.repetitions:
                         results[name] = replace(result, step_s=(*result.step_s, self._turn(running[name])))
                     else:
-                        ended = running[name].ask("end", timeout_s=_TURN_TIMEOUT_S)
+                        ended = ask(running[name], "end", timeout_s=_TURN_TIMEOUT_S)
                         peak_nbytes = max(peak for peak, _ in ended)
                         results[name] = replace(result, peak_nbytes=peak_nbytes, counts=ended[0][1])
-                except WorkerError as error:
-                    results[name] = _failed(result, error)
-                    running[name].stop()
+                except RankError as error:
+                    results[name] = replace(result, reason=_cause(error))
         return results
 
-    def _turn(self, workers: Workers) -> float:
+    def _turn(self, ranks: Ranks) -> float:
         """Seconds a step of the slowest rank."""
-        return float(max(workers.ask("steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
+        return float(max(ask(ranks, "steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
 
-    def _cache(self, name: str, mode: str) -> Path | None:
-        """The cache of compiled code of a start; `None`: that of the machine."""
-        if self.suite.caches == WARM:
-            return self.scratch / _file_name(f"cache {name} {mode}")
-        return Path(tempfile.mkdtemp(prefix="cache_", dir=self.scratch)) if self.suite.caches == COLD else None
+    def _cache(self, name: str, mode: str) -> dict[str, str]:
+        """Where compiled code of a start is kept; `shared`: where the machine keeps it."""
+        if self.suite.caches == COLD:
+            return {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(prefix="cache_", dir=self.scratch)}
+        kept = self._file(f"cache {name} {mode}")
+        return {"TORCHINDUCTOR_CACHE_DIR": kept} if self.suite.caches == WARM else {}
 
-    def _workers(self, title: str, place: Placement, cache: Path | None = None) -> Workers:
-        # One compiler process each: a pool of a rank would use memory during the turns of other modes.
-        variables = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if cache is not None:
-            variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-        return Workers(title, place, variables, self.scratch / _file_name(title))
-
-    def _expected(self, name: str) -> Path:
-        return self.scratch / _file_name(f"gradients {name}.pt")
-
-    def _say(self, text: str) -> None:
-        print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr)
+    def _file(self, text: str) -> str:
+        return str(self.scratch / re.sub(r"[^\w.]", "-", text))
 
 
-def _failed(result: ModeResult, error: Exception) -> ModeResult:
-    reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-    return replace(result, status=FAILED, reason=reason)
+def ask(ranks: Ranks, method: str, *arguments: Any, timeout_s: float = START_TIMEOUT_S) -> list[Any]:
+    """Call a method of `workers.Rank` on all ranks at the same time; the values by rank."""
+    return ranks.run(call, method, *arguments, timeout_s=timeout_s)
 
 
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.]", "-", text)
+def say(text: str) -> None:
+    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr)
+
+
+def _cause(error: Exception) -> str:
+    """What happened in its first line. Of ranks the first that did not finish, then all that is known."""
+    if not isinstance(error, RankError):
+        return str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+    lines = str(error).splitlines()[1:]
+    return "\n".join([next((line for line in lines if not line.endswith(": finished")), ""), *lines])

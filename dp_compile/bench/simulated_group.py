@@ -16,24 +16,21 @@ import os
 import statistics
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost
 
 VARIABLE: Final = "DP_COMPILE_FABRIC"
 _CALIBRATION_CYCLES: Final = 50_000_000  # some 25 ms, so that start and end of the kernel do not count
-_CALIBRATIONS: Final = 5
 
 Tensors = Sequence[torch.Tensor]
 _T = TypeVar("_T")
@@ -64,7 +61,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._name = ""
         self._timer = TimerNetwork()
         self._streams: dict[torch.device, StreamNetwork] = {}
-        weakref.finalize(self, self._timer.close)
 
     # torch's C++ calls these by name; a group without C++ backends does not store them.
 
@@ -79,11 +75,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         op, kinds = dist.ReduceOp.SUM if opts is None else opts.reduceOp, dist.ReduceOp
-        factor = self.size() if op == kinds.SUM else 1
-        if factor == 1 and not any(op == each for each in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR)):
-            shown = getattr(op, "op", op)
-            raise ConfigError(f"the simulated group reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {shown}.")
-        return self._send(1.0, tensors, factor)
+        known = any(op == each for each in (kinds.SUM, kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR))
+        require(known, "a reduction of the simulated group", "SUM, AVG, MIN, MAX, BAND or BOR", getattr(op, "op", op))
+        return self._send(1.0, tensors, self.size() if op == kinds.SUM else 1)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
@@ -120,31 +114,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._streams[device].send(seconds, tensors, factor)
 
 
-class _Sent(NamedTuple):
-    until_s: float
-    tensors: Tensors
-    factor: int
-    future: Future[list[torch.Tensor]]
-
-
 class TimerNetwork:
     """On a CPU. Deadlines are absolute: a thread that wakes late does not delay later collectives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free_s = 0.0
-        self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        threading.Thread(target=_deliver, args=(self._queue,), name="dp_compile simulated group", daemon=True).start()
 
     def send(self, seconds: float, tensors: Tensors, factor: int) -> dist.Work:
         future: Future[list[torch.Tensor]] = Future()
         with self._lock:
-            self._free_s = max(time.monotonic(), self._free_s) + seconds
-            self._queue.put(_Sent(self._free_s, tensors, factor, future))
+            self._free_s = until_s = max(time.monotonic(), self._free_s) + seconds
+        threading.Thread(target=_deliver, args=(until_s, tensors, factor, future), daemon=True).start()
         return _Timed(future)
-
-    def close(self) -> None:
-        self._queue.put(None)
 
 
 def _multiply(tensors: Tensors, factor: int) -> None:
@@ -152,18 +134,16 @@ def _multiply(tensors: Tensors, factor: int) -> None:
         tensor.mul_(factor)
 
 
-def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
-    """The thread: arithmetic runs here, concurrently with the caller, as in gloo."""
-    with torch.no_grad():
-        while (sent := queue.get()) is not None:
-            try:
-                _multiply(sent.tensors, sent.factor)
-            except Exception as error:  # `wait` raises it
-                sent.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
-                continue
-            time.sleep(max(0.0, sent.until_s - time.monotonic()))
-            sent.future.set_result(list(sent.tensors))
-            del sent  # the thread may wait for long in `get`, and would hold the tensors
+def _deliver(until_s: float, tensors: Tensors, factor: int, future: Future[list[torch.Tensor]]) -> None:
+    """A thread: arithmetic runs here, concurrently with the caller, as in gloo."""
+    try:
+        with torch.no_grad():
+            _multiply(tensors, factor)
+    except Exception as error:  # `wait` raises it
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        return
+    time.sleep(max(0.0, until_s - time.monotonic()))
+    future.set_result(list(tensors))
 
 
 @hidden_from_dynamo
@@ -239,7 +219,7 @@ class _Enqueued(dist.Work):
 def _cycles_per_s(stream: torch.cuda.Stream) -> float:
     """The rate of the clock that `torch.cuda._sleep` counts. The first half of the turns raises the GPU's clock."""
     found: list[float] = []
-    for _ in range(2 * _CALIBRATIONS):
+    for _ in range(10):
         with torch.cuda.stream(stream):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -247,15 +227,12 @@ def _cycles_per_s(stream: torch.cuda.Stream) -> float:
             end.record()
         end.synchronize()
         found.append(_CALIBRATION_CYCLES / (begin.elapsed_time(end) * 1e-3))
-    return statistics.median(found[_CALIBRATIONS:])
+    return statistics.median(found[5:])
 
 
 def _create(store: Any, rank: int, ranks: int, timeout: timedelta) -> SimulatedGroup:
     """What torch calls for the backend `fabric`."""
-    text = os.environ.get(VARIABLE)
-    if text is None:
-        raise ConfigError(f"backend 'fabric' needs the environment variable {VARIABLE}: see `environment(cost)`.")
-    return SimulatedGroup(rank, ranks, AllReduceCost.from_dict(json.loads(text)))
+    return SimulatedGroup(rank, ranks, AllReduceCost.from_dict(json.loads(os.environ[VARIABLE])))
 
 
 dist.Backend.register_backend(FABRIC.name, _create, devices=["cpu", "cuda"])

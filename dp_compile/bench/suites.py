@@ -56,12 +56,9 @@ class Suite:
             are_names = bool(names) and len(set(names)) == len(names) and all(isinstance(each, str) for each in names)
             require(are_names, key, "a list of distinct names", names)
         for key, least in _LEAST.items():
-            value = getattr(self, key)
-            require_integer(key, value, least)
-        caches = SHARED, COLD, WARM
-        require(self.caches in caches, "caches", f"one of {', '.join(caches)}", self.caches)
-        modes = f"one of the modes ({', '.join(self.modes)})"
-        require(self.reference in self.modes, "reference", modes, self.reference)
+            require_integer(key, getattr(self, key), least)
+        for key, allowed in {"caches": (SHARED, COLD, WARM), "reference": self.modes}.items():
+            require(getattr(self, key) in allowed, key, f"one of {', '.join(allowed)}", getattr(self, key))
 
 
 def load(given: str) -> Suite:
@@ -71,27 +68,22 @@ def load(given: str) -> Suite:
         ConfigError: no such file or name, not TOML, an unknown key or name, a value that is not allowed.
     """
     path = Path(given)
-    if given not in PACKAGED and not path.is_file():
-        raise ConfigError(f"no suite {given!r}. Packaged: {', '.join(PACKAGED)}; or the path of a TOML file.")
+    known = f"packaged ({', '.join(PACKAGED)}) or the path of a TOML file"
+    require(given in PACKAGED or path.is_file(), "a suite", known, given)
     try:
         data = PACKAGED[given] if given in PACKAGED else tomllib.loads(path.read_text())
         if given not in PACKAGED:
             sys.path.insert(0, str(path.resolve().parent))
         suite = from_dict({"name": path.stem} | data)
-        for name in suite.workloads:
-            workload(name)
-        for name in suite.modes:
-            mode(name)
-    except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        for find, names in ((workload, suite.workloads), (mode, suite.modes)):
+            list(map(find, names))  # a wrong name raises
+    except (ValueError, TypeError) as error:  # the text of a TypeError names a key that is unknown or missing
         raise ConfigError(f"{given}: {error}") from error
     return suite
 
 
 def from_dict(data: Mapping[str, Any]) -> Suite:
-    """A suite from what TOML or JSON holds; raises `ConfigError` for what is not allowed."""
+    """A suite from what TOML or JSON holds; raises `ValueError` or `TypeError` for what is not allowed."""
     lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list | tuple)}
-    try:
-        networks = tuple(Network(**each) for each in lists.pop("networks", ()))
-        return Suite(**{**data, **lists, "networks": networks})
-    except TypeError as error:  # its text names the key
-        raise ConfigError(f"a suite or a network has an unknown or a missing key: {error}.") from error
+    networks = tuple(Network(**each) for each in lists.pop("networks", ()))
+    return Suite(**{**data, **lists, "networks": networks})

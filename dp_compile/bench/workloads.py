@@ -1,4 +1,4 @@
-"""Workloads: a GPT, ResNet-50, many small layers, one large embedding; `tiny-` variants are for tests.
+"""Workloads: a GPT, ResNet-50, many small layers, one large embedding; `tiny-gpt` is for tests.
 
 A step of a real one takes up to seconds on one CPU core, so batches are small and sequences short; parameters, hence
 communication, have real sizes. No model has dropout, because gradients of modes are compared.
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from dp_compile.bench.contract import ADAMW, Batch, Workload, imported
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 from dp_compile.train.gpt import GPT, GPTConfig
 
 XLM_R_VOCABULARY: Final = 250_002
@@ -105,42 +105,38 @@ def _gpt(name: str, config: GPTConfig, sequences: int, length: int) -> Workload:
     return Workload(name, partial(GPT, config), batch, cross_entropy)
 
 
-def _resnet(name: str, stages: tuple[int, ...], width: int, images: int, edge: int, classes: int) -> Workload:
+def _classifier(
+    name: str, build: Callable[[], nn.Module], inputs: Callable[[torch.Generator], torch.Tensor], classes: int
+) -> Workload:
     def batch(generator: torch.Generator) -> Batch:
-        made = torch.randn(images, 3, edge, edge, generator=generator).contiguous(memory_format=torch.channels_last)
-        return made, torch.randint(0, classes, (images,), generator=generator)
+        made = inputs(generator)
+        return made, torch.randint(0, classes, (len(made),), generator=generator)
 
-    # Rounding each of the first weights once changes gradients by 3 %; a compiled model rounds more often.
-    return Workload(name, partial(resnet, stages, width, classes), batch, cross_entropy, tolerance=0.12)
-
-
-def _many_small(name: str, tensors: int, width: int) -> Workload:
-    def batch(generator: torch.Generator) -> Batch:
-        return torch.randn(8, width, generator=generator), torch.randint(0, width, (8,), generator=generator)
-
-    return Workload(name, partial(ManySmall, tensors, width), batch, cross_entropy)
+    return Workload(name, build, batch, cross_entropy)
 
 
-def _embedding(name: str, vocabulary: int, width: int, sequences: int, length: int, classes: int = 16) -> Workload:
-    def batch(generator: torch.Generator) -> Batch:
-        tokens = torch.randint(0, vocabulary, (sequences, length), generator=generator)
-        return tokens, torch.randint(0, classes, (sequences,), generator=generator)
+def _images(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 3, 224, 224, generator=generator).contiguous(memory_format=torch.channels_last)
 
-    return Workload(name, partial(BagOfWords, vocabulary, width, classes), batch, cross_entropy)
+
+def _vectors(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, 64, generator=generator)
+
+
+def _texts(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, XLM_R_VOCABULARY, (32, 64), generator=generator)
 
 
 _ALL: Final = (
     # 52.8 MiB of gradients.
     _gpt("gpt-6l", GPTConfig(vocabulary=8192, context=128, width=384, layers=6, heads=6), 4, 128),
     _gpt("gpt-4l", GPTConfig(), 8, 128),
-    _resnet("resnet50", (3, 4, 6, 3), 64, 4, 224, 1000),
-    _many_small("many-small", 1000, 64),
-    _many_small("many-small-150", 150, 64),
-    _embedding("huge-embedding", XLM_R_VOCABULARY, 128, 32, 64),
+    # Rounding each of the first weights once changes gradients by 3 %; a compiled model rounds more often.
+    replace(_classifier("resnet50", partial(resnet, (3, 4, 6, 3), 64, 1000), _images, 1000), tolerance=0.12),
+    _classifier("many-small", partial(ManySmall, 1000, 64), _vectors, 64),
+    _classifier("many-small-150", partial(ManySmall, 150, 64), _vectors, 64),
+    _classifier("huge-embedding", partial(BagOfWords, XLM_R_VOCABULARY, 128, 16), _texts, 16),
     _gpt("tiny-gpt", GPTConfig(vocabulary=32, context=16, width=16, layers=1, heads=2), 2, 8),
-    _resnet("tiny-resnet", (1, 1), 8, 2, 32, 10),
-    _many_small("tiny-many-small", 6, 8),
-    _embedding("tiny-embedding", 500, 16, 4, 8),
 )
 WORKLOADS: Final[Mapping[str, Workload]] = MappingProxyType({each.name: each for each in _ALL})
 
@@ -156,10 +152,7 @@ def workload(name: str) -> Workload:
         return WORKLOADS[name]
     if base in WORKLOADS and argument == "adamw":
         return replace(WORKLOADS[base], name=name, lr=ADAMW_LR, rule=ADAMW)
-    if base and base not in WORKLOADS:
-        found: Any = imported(name, Workload)
-        return found  # type: ignore[no-any-return]
-    raise ConfigError(
-        f"unknown workload {name!r}. Built in: {', '.join(WORKLOADS)}, each also as 'NAME:adamw'. Your own: "
-        "'package.module:function'."
-    )
+    known = f"one of {', '.join(WORKLOADS)}, each also as 'NAME:adamw', or 'package.module:function'"
+    require(bool(base) and base not in WORKLOADS, "a workload", known, name)
+    found: Workload = imported(name, Workload)
+    return found

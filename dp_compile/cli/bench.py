@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tomllib
 from pathlib import Path
 
-from dp_compile.bench import compare, report, results, runner, suites
+from dp_compile import bench
 from dp_compile.cli.parsing import Subparsers, add_command
 
 _EPILOG = """\
@@ -40,7 +41,8 @@ def add_bench(subparsers: Subparsers) -> None:
     parser = add_command(subparsers, "bench", help=description.lower()[:-1], description=description, epilog=_EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run = add_command(commands, "run", help="measure a suite", description="Measure a suite.", epilog=_EPILOG)
-    run.add_argument("suite", help=f"a TOML file, or packaged: {', '.join(suites.PACKAGED)}")
+    packaged = tomllib.loads(Path(bench.__path__[0], "suites.toml").read_text())
+    run.add_argument("suite", help=f"a TOML file, or packaged: {', '.join(packaged)}")
     run.add_argument("--out", metavar="FILE", help="the result (bench-SUITE.json)")
     run.set_defaults(run=_run)
     text = "compare two results, exit with 1 on a regression"
@@ -55,6 +57,8 @@ def add_bench(subparsers: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from dp_compile.bench import report, runner, suites
+
     suite = suites.load(args.suite)
     path = Path(args.out or f"bench-{suite.name}.json")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks stop, networks are removed
@@ -71,11 +75,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    lines, regressions = compare.compare(results.load(args.baseline), results.load(args.new))
-    print("\n".join(lines))
+    from dp_compile.bench import report, results
+
+    text, regressions = report.compare(results.load(args.baseline), results.load(args.new))
+    print(text, end="")
     return 1 if regressions else 0
 
 
 def _report(args: argparse.Namespace) -> int:
+    from dp_compile.bench import report, results
+
     print(report.markdown(results.load(args.result)), end="")
     return 0

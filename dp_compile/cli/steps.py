@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dp_compile.cli.parsing import Subparsers, add_command
-from dp_compile.errors import ConfigError
-from dp_compile.insight.explain import explanation_of
-from dp_compile.insight.predict import DTYPES, predict
-from dp_compile.insight.profile import with_profile
-from dp_compile.insight.step import Step, format_ms
-from dp_compile.insight.timeline import timeline_picture, timeline_trace
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.cost import LINKS
+
+if TYPE_CHECKING:  # what looks at a step needs torch, help does not
+    from dp_compile.insight.step import Step
 
 SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -34,12 +33,13 @@ def _read_step(path: str, profile: str | None = None) -> Step:
     Raises:
         ConfigError: one of them cannot be read, is of another kind or version, or they are of different plans.
     """
+    from dp_compile.insight.profile import with_profile
+    from dp_compile.insight.step import Step
+
     try:
         step = Step.from_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except (ValueError, ConfigError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return step if profile is None else with_profile(step, profile)
 
 
@@ -67,6 +67,8 @@ A step file is written after a training step, by dp-compile train --save-step st
 
 
 def _explain(args: argparse.Namespace) -> int:
+    from dp_compile.insight.explain import explanation_of
+
     print(explanation_of(_read_step(args.step, args.profile)).text(verbose=args.buckets))
     return 0
 
@@ -94,21 +96,22 @@ All times are predictions unless the step was measured; then both are shown, on 
 
 
 def _timeline(args: argparse.Namespace) -> int:
+    for path in args.output:
+        require(path.suffix in (".svg", ".json"), "-o", "a name *.svg or *.json", str(path))
+        require(path.resolve() != Path(args.step).resolve(), "-o", "another file than the step", str(path))
+    from dp_compile.insight.timeline import timeline_picture, timeline_trace
+
     draw: dict[str, Callable[[Step], str]] = {
         ".svg": timeline_picture,
         ".json": lambda step: json.dumps(timeline_trace(step)),
     }
-    for path in args.output:
-        if path.suffix not in draw:
-            raise ConfigError(f"what is {path}? Name it *.svg or *.json.")
-        if path.resolve() == Path(args.step).resolve():
-            raise ConfigError(f"{path} is read, it would be overwritten. Give another name.")
     step = _read_step(args.step, args.profile)
     for path in args.output:
         try:
             path.write_text(draw[path.suffix](step), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
+        print(f"written to {path}")
     return 0
 
 
@@ -127,33 +130,45 @@ example:
       every combination; what is not given stays as in the step
 
 links   {", ".join(each.name for each in LINKS)}
-dtypes  {", ".join(DTYPES)}
+dtypes  bfloat16, float16, float32
 
 Nothing is run and nothing is measured. Buckets are planned for each row if the step's strategy plans.
 """,
     )
     _add_step(parser, profile=False)
-    parser.add_argument("--ranks", metavar="N,..", default="", help="numbers of ranks")
-    parser.add_argument("--link", metavar="NAME,..", default="", help="every hop between ranks is such a link")
-    parser.add_argument("--dtype", metavar="NAME,..", default="", help="in which gradients are sent")
+    parser.add_argument("--ranks", metavar="N,..", type=whole_numbers, default=[None], help="numbers of ranks")
+    text = "every hop between ranks is such a link"
+    parser.add_argument("--link", metavar="NAME,..", type=words, default=[None], help=text)
+    parser.add_argument("--dtype", metavar="NAME,..", type=words, default=[None], help="in which gradients are sent")
     parser.set_defaults(run=_predict)
 
 
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def whole_numbers(text: str) -> list[int]:
+    return list(map(int, words(text)))
+
+
 def _predict(args: argparse.Namespace) -> int:
+    from dp_compile.insight.predict import predict
+    from dp_compile.insight.step import format_ms
+
     step = _read_step(args.step)
-    names = [[word.strip() or None for word in text.split(",")] for text in (args.ranks, args.link, args.dtype)]
-    try:
-        ranks = [None if word is None else int(word) for word in names[0]]
-    except ValueError as error:
-        raise ConfigError(f"--ranks must be whole numbers with commas between them, got {args.ranks!r}.") from error
-    cells, bases = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]], []
-    for n, link, dtype in itertools.product(ranks, *names[1:]):
-        row = predict(step, ranks=n, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
+    rows = [
+        predict(step, ranks=ranks, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
+        for ranks, link, dtype in itertools.product(args.ranks, args.link, args.dtype)
+    ]
+    cells = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]]
+    for row in rows:
         times = map(format_ms, (row.backward_s, row.exposed_s, row.end_s, row.bound_s))
         cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(row.buckets), *times])
-        bases.append(row.basis)
+    least = min(rows, key=lambda row: row.exposed_s)
+    where = ", ".join(filter(None, (f"{least.ranks:,} rank{'s' * (least.ranks != 1)}", least.link, least.dtype)))
+    print(f"Least exposed: {format_ms(least.exposed_s)} of {format_ms(least.end_s)}, {where}. Nothing was measured.\n")
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print("", *dict.fromkeys(bases), sep="\n")
+    print("", *(textwrap.fill(each, 80) for each in dict.fromkeys(row.basis for row in rows)), sep="\n")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from dp_compile.cli.parsing import Subparsers, add_command
-from dp_compile.train import job
 
 _EPILOG = """\
 Without torchrun it starts two processes on this machine, which take about two minutes on two cores. Bytes are tokens,
@@ -23,25 +22,28 @@ def add_train(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--layers", type=positive_integer, default=4, metavar="N", help="blocks (%(default)s)")
     parser.add_argument(
-        "--width", type=positive_integer, default=128, metavar="N", help=f"a multiple of {job.HEAD_WIDTH} (%(default)s)"
+        "--width", type=positive_integer, default=128, metavar="N", help="%(default)s; a multiple of 32"
     )
     parser.add_argument("--steps", type=positive_integer, metavar="N", help="(300, with --check 25)")
-    parser.add_argument(
-        "--ranks",
-        type=positive_integer,
-        metavar="N",
-        help="processes (one per GPU, at least 2)",
-    )
+    parser.add_argument("--ranks", type=positive_integer, metavar="N", help="processes (one per GPU, at least 2)")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="close buckets at this size, do not plan")
-    parser.add_argument("--mp", choices=job.DTYPES, help="compute and reduce in this dtype, parameters stay float32")
-    parser.add_argument("--comm-hook", choices=job.TOLERANCES, help="send gradients in this dtype")
+    parser.add_argument(
+        "--mp", choices=("bf16", "fp16"), help="compute and reduce in this dtype, parameters stay float32"
+    )
+    parser.add_argument("--comm-hook", choices=("bf16", "fp16", "int8", "fp8"), help="send gradients in this dtype")
     parser.add_argument(
         "--check",
         action="store_true",
         help="also train torch's DistributedDataParallel from the same seed, both with SGD, and compare all parameters",
     )
     parser.add_argument("--save-step", metavar="FILE", help="measure the last steps and write a step file")
-    parser.set_defaults(run=job.launch)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from dp_compile.train import job
+
+    return job.launch(args)
 
 
 def positive_integer(text: str) -> int:

@@ -10,12 +10,14 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 from unittest import mock
 
@@ -28,19 +30,46 @@ AFTER_FIRST_ERROR_S: Final = 15.0
 GLOO_TIMEOUT_S: Final = 60.0
 
 
+def in_gloo_group(rank: int, world_size: int, directory: str) -> None:
+    """How a rank of a test begins: in one gloo group, with what makes compiling many small models cheap."""
+    from dp_compile._torch import dynamo  # loads Dynamo: only in the ranks
+
+    dynamo.measure_no_guards()  # a seventh of the time of compiling a small model
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+    store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=GLOO_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 class RankError(AssertionError):
     """A function failed on a rank, or did not end in time."""
 
 
 class Ranks:
-    """`world_size` processes in one gloo group, which start with the first call.
+    """`world_size` processes in one group, which start with the first call and end with this one.
 
-    `method`: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool for
-    every test is then cheap.
+    Args:
+        method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
+            for every test is then cheap.
+        begin: `begin(rank, world_size, directory)` is called on each rank before anything else. The file `rankN.log`
+            of the directory is shown when the rank dies or hangs.
+        environment: of processes that are spawned, in addition to this one's.
+        ends_groups: whether process groups that a call makes are destroyed after it: each of gloo has a thread that
+            polls a hundred times a second.
     """
 
-    def __init__(self, world_size: int, method: str = "spawn") -> None:
+    def __init__(
+        self,
+        world_size: int,
+        method: str = "spawn",
+        *,
+        begin: Callable[[int, int, str], None] = in_gloo_group,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        ends_groups: bool = True,
+    ) -> None:
         self.world_size, self.method = world_size, method
+        self._begin, self._environment, self._ends_groups = begin, environment, ends_groups
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -48,7 +77,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """Call `function(*args)` on every rank within `timeout_s`, and return the results by rank.
 
-        Function, arguments and results are pickled. Process groups that it makes are destroyed after it.
+        Function, arguments and results are pickled.
 
         Raises:
             RankError: it raised, hung or died on some rank; the pool is stopped.
@@ -64,52 +93,64 @@ class Ranks:
         return [results[rank] for rank in range(self.world_size)]
 
     def _call(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
-        results: dict[int, tuple[bool, Any]] = {}
         try:
             if not self._processes:
-                self._start()
-            for connection in self._connections:
-                connection.send((function, args))
-            deadline = time.monotonic() + timeout_s
-            while len(results) < self.world_size and time.monotonic() < deadline:
-                for rank, connection in enumerate(self._connections):
-                    if rank not in results and connection.poll(0.02):
-                        try:
-                            results[rank] = connection.recv()
-                        except EOFError:
-                            results[rank] = False, "the process died"
-                        if not results[rank][0]:
-                            deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
-            if len(results) < self.world_size:
-                raise RankError(self._describe_and_stop(results))
+                directory = self._start()
+                calls = [(self._begin, (rank, self.world_size, directory)) for rank in range(self.world_size)]
+                begun = self._exchange(calls, timeout_s)
+                if not all(ok for ok, _ in begun.values()):
+                    return begun
+            return self._exchange([(function, args)] * self.world_size, timeout_s)
         except BaseException:  # a test's time-out, Ctrl-C, what cannot be pickled
             self.stop()  # else a late answer of the ranks would be taken for the answer to the next call
             raise
+
+    def _exchange(self, calls: Sequence[Any], timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        results: dict[int, tuple[bool, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        for connection, call in zip(self._connections, calls, strict=True):
+            with contextlib.suppress(BrokenPipeError):  # it has died, and is found to be so
+                connection.send(call)
+        deadline = time.monotonic() + timeout_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
+                try:
+                    results[rank] = ready.recv()
+                except (EOFError, ConnectionResetError):
+                    results[rank] = False, "the process died"
+                if not results[rank][0]:
+                    deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
+        if waiting:
+            raise RankError(self._describe_and_stop(results))
         return results
 
-    def _start(self) -> None:
+    def _start(self) -> str:
         context: Any = multiprocessing.get_context(self.method)
-        self._directory = tempfile.TemporaryDirectory()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self._directory.name, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # torch reads it when the process imports it
-                process.start()
-            self._processes.append(process)
-            self._connections.append(ours)
+        self._directory = tempfile.TemporaryDirectory(prefix="dp_compile_ranks_")
+        variables = {"OMP_NUM_THREADS": "1", **self._environment}  # torch reads it when the process imports it
+        with mock.patch.dict(os.environ, variables), without_interrupts():
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                arguments = rank, self._directory.name, theirs, self._ends_groups
+                self._processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+                self._processes[-1].start()
+                self._connections.append(ours)
+                theirs.close()  # the end of the process is then the end of the pipe
+        return self._directory.name
 
     def _describe_and_stop(self, results: dict[int, tuple[bool, Any]]) -> str:
         """A line for each rank, then all that is known. The first one to fail is usually the cause."""
         assert self._directory is not None
         lines, details = [], []
         for rank in [*results, *(rank for rank in range(self.world_size) if rank not in results)]:
-            process, stack = self._processes[rank], Path(self._directory.name, f"stack{rank}")
+            process, log = self._processes[rank], Path(self._directory.name, f"rank{rank}.log")
             process.join(0.1)
-            if process.is_alive() and rank not in results and stack.exists():  # without the file it has no handler yet
+            if process.is_alive() and rank not in results and log.exists():  # without the file it has no handler yet
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.3)
-            known = stack.read_text() if stack.exists() else ""
+            known = log.read_text(errors="replace") if log.exists() else ""
             if not process.is_alive():
                 detail = f"{(line := f'died with exit code {process.exitcode}')}\n{known}"
             elif rank not in results:
@@ -125,7 +166,7 @@ class Ranks:
         return "\n".join(["in the order in which they ended:", *lines, *details])
 
     def stop(self) -> None:
-        """Kill the processes. A later call starts new ones."""
+        """Kill the processes and what they started. A later call starts new ones."""
         processes, connections, directory = self._processes, self._connections, self._directory
         self._processes, self._connections, self._directory = [], [], None  # also if what follows is interrupted
         with contextlib.ExitStack() as exits:
@@ -134,26 +175,42 @@ class Ranks:
             for connection in connections:
                 exits.callback(connection.close)
             for process in processes:
-                process.kill()
+                if process.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):  # it has not come to lead a group yet
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.kill()
             for process in processes:
-                process.join()
+                if process.pid is not None:
+                    process.join()
                 process.close()
 
+    def __enter__(self) -> Ranks:
+        return self
 
-def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
-    stack = open(Path(directory, f"stack{rank}"), "w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    faulthandler.enable(stack, all_threads=True)  # the stack of a rank that native code kills
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that start now ignore Ctrl-C, which ends them by their parent and not by tracebacks of imports."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _serve(rank: int, directory: str, connection: Connection, ends_groups: bool) -> None:
+    os.setsid()  # what it starts ends with it, and Ctrl-C reaches the parent alone
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = open(Path(directory, f"rank{rank}.log"), "a")
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    faulthandler.enable(log, all_threads=True)  # the stack of a rank that native code kills
     torch.set_num_threads(1)
-    from dp_compile._torch import dynamo  # loads Dynamo: only in the ranks
-
-    # Tests compile many small models, where checks of each compile take a seventh of the time.
-    dynamo.measure_no_guards()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
-    store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=GLOO_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
             call = connection.recv_bytes()
@@ -162,8 +219,8 @@ def _serve(rank: int, world_size: int, directory: str, connection: Connection) -
         try:
             function, args = pickle.loads(call)  # fails where the function's module cannot be imported
             result = function(*args)
-            # Each gloo group has a thread that polls a hundred times a second.
-            distributed.end_other_groups()
+            if ends_groups:
+                distributed.end_other_groups()
             connection.send((True, result))
         except SystemExit:
             raise

@@ -10,9 +10,7 @@ import argparse
 import copy
 import os
 import platform
-import signal
 import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +29,7 @@ import dp_compile
 from dp_compile._torch import distributed
 from dp_compile.config import HOOK_VARIABLE
 from dp_compile.errors import ConfigError, DPCompileError, require
+from dp_compile.testing.ranks import RankError, Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
 
 HEAD_WIDTH: Final = 32
@@ -43,8 +41,7 @@ HELD_OUT_WINDOWS: Final = 128
 COMPILE_STEPS: Final = 2
 """Steps that may compile, left out of step times: the first compiles, the second may recompile."""
 MEASURED_STEPS: Final = 10
-CHECK_FAILED: Final = 4
-"""Exit status of a rank whose parameters are too far from torch's."""
+LONGEST_S: Final = 7 * 24 * 3600.0
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TORCH_HOOKS: Final = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -70,61 +67,34 @@ def launch(options: argparse.Namespace) -> int:
         DPCompileError: a rank failed; with its number.
     """
     require(options.width % HEAD_WIDTH == 0, "--width", f"a multiple of {HEAD_WIDTH}", options.width)
-    if options.mp is not None and (options.check or options.comm_hook is not None):
-        other = "--check" if options.check else "--comm-hook"
-        raise ConfigError(f"--mp does not go with {other}.")
+    for other, given in {"--check": options.check, "--comm-hook": options.comm_hook}.items():
+        require(options.mp is None or not given, "--mp", f"without {other}", options.mp)
     has_room = options.save_step is None or Path(options.save_step).absolute().parent.is_dir()
     require(has_room, "--save-step", "a file in a directory that exists", options.save_step)
-    if not replicate_config(options).uses_python_hook():
-        raise ConfigError(f"{HOOK_VARIABLE} leaves the model to torch's DDP, of which there is no report. Unset it.")
+    ours = replicate_config(options).uses_python_hook()
+    require(ours, HOOK_VARIABLE, "unset: torch's DDP has no report", os.environ.get(HOOK_VARIABLE))
     options.steps = options.steps or (25 if options.check else 300)
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
-        options.ranks = options.ranks or max(2, torch.cuda.device_count())
-        return _spawn(options)
-    rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if options.ranks not in (None, ranks):
-        raise ConfigError(f"--ranks is {options.ranks}, but torchrun started {ranks}. Leave --ranks out.")
-    options.ranks = ranks
-    try:
-        return 0 if _run(rank, options, "env://", local_rank, int(os.environ["LOCAL_WORLD_SIZE"])) else 1
-    except DPCompileError as error:
-        raise type(error)(f"rank {rank}: {error}") from error
-
-
-def _spawn(options: argparse.Namespace) -> int:
-    with tempfile.TemporaryDirectory(prefix="dp_compile_") as directory:
-        # A process inherits an ignored Ctrl-C: it is ended below, not by a traceback in the middle of its imports.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+        rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        require(options.ranks in (None, ranks), "--ranks", f"the {ranks} of torchrun", options.ranks)
         try:
-            context = spawn(_rank, (options, f"file://{directory}/store"), nprocs=options.ranks, join=False)
-        finally:
-            signal.signal(signal.SIGINT, before)
+            _join("env://", rank, ranks, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+            return 0 if train(options) else 1
+        except DPCompileError as error:
+            raise type(error)(f"rank {rank}: {error}") from error
+    with Ranks(options.ranks or max(2, torch.cuda.device_count()), begin=_spawned) as pool:
         try:
-            while not context.join(grace_period=1.0):
-                pass
-        except ProcessExitedException as error:
-            if error.exit_code == -signal.SIGINT:  # Ctrl-C is sent to all processes: a rank may end first
-                raise KeyboardInterrupt from None
-            if error.exit_code != CHECK_FAILED:
-                raise DPCompileError(f"rank {error.error_index} failed: {error}. All ranks were stopped.") from None
-            return 1
-        except ProcessRaisedException as error:
-            raise DPCompileError(f"rank {error.error_index} failed, all ranks were stopped.{error}") from None
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
-    return 0
+            return 0 if all(pool.run(train, options, timeout_s=LONGEST_S)) else 1
+        except RankError as error:
+            raise DPCompileError(f"a rank failed, all were stopped; {error}") from None
 
 
-def _rank(rank: int, options: argparse.Namespace, meet_at: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, in native code too
-    if not _run(rank, options, meet_at, rank, options.ranks):
-        raise SystemExit(CHECK_FAILED)
+def _spawned(rank: int, ranks: int, directory: str) -> None:
+    _join(f"file://{directory}/store", rank, ranks, rank, ranks)
 
 
-def _run(rank: int, options: argparse.Namespace, meet_at: str, local_rank: int, local_ranks: int) -> bool:
-    """Join the group at the URL `meet_at`, train, leave it. Returns whether the check passed."""
+def _join(meet_at: str, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+    """Join the group at a URL, on a GPU if each rank of this machine has one."""
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_ranks else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -133,20 +103,18 @@ def _run(rank: int, options: argparse.Namespace, meet_at: str, local_rank: int, 
         dist.get_default_backend_for_device(device),
         init_method=meet_at,
         rank=rank,
-        world_size=options.ranks,
+        world_size=ranks,
         timeout=timedelta(minutes=10),
         device_id=device if device.type == "cuda" else None,
     )
-    passed = train(options, device)
-    dist.destroy_process_group()
-    return passed
 
 
 # --- the training ---------------------------------------------------------------------------------------------------
 
 
-def train(options: argparse.Namespace, device: torch.device) -> bool:
-    """Train on this rank, with the process group up; rank 0 prints. Returns whether the check passed."""
+def train(options: argparse.Namespace) -> bool:
+    """Train on this rank, with the process group up, which it ends; rank 0 prints. Returns whether the check passed."""
+    device = torch.device(distributed.working_device(None))
     torch.manual_seed(0)
     heads = options.width // HEAD_WIDTH
     sizes = GPTConfig(context=CONTEXT, width=options.width, layers=options.layers, heads=heads)
@@ -161,12 +129,14 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
     texts = tuple(each.to(device) for each in load_corpus())
     say(f"model  GPT, {options.layers} layers, {sum(map(torch.numel, twin.parameters())):,} values")
     say(f"data   standard library of Python {platform.python_version()}, {len(texts[0]) / 1e6:.1f} MB to train on")
-    say(f"ranks  {options.ranks} on {device.type} ({dist.get_backend()})\n")
+    say(f"ranks  {dist.get_world_size()} on {device.type} ({dist.get_backend()})\n")
     _steps(options, model, twin if options.check else None, *texts)
     say(f"\n{dp_compile.report(model)}")
     if options.save_step is not None and dist.get_rank() == 0:
         Path(options.save_step).write_text(dp_compile.step_of(model).to_json())
-    return compare(model, twin, options) if options.check else True
+    passed = compare(model, twin, options) if options.check else True
+    dist.destroy_process_group()
+    return passed
 
 
 def _steps(
@@ -192,7 +162,7 @@ def _steps(
                 say(f"step {step:>5}  compiled: the first {step} steps took {seconds:.1f} s")
                 seconds = 0.0
             if step % EVALUATE_EVERY == 0 or step == options.steps:
-                step_s, tokens = seconds / max(1, step - COMPILE_STEPS), BATCH_SIZE * CONTEXT * options.ranks
+                step_s, tokens = seconds / max(1, step - COMPILE_STEPS), BATCH_SIZE * CONTEXT * dist.get_world_size()
                 rate = f"  {step_s * 1e3:.1f} ms/step, {tokens / step_s:,.0f} tokens/s" if step > COMPILE_STEPS else ""
                 say(f"step {step:>5}  held-out loss {evaluate(model, held_out):.3f}{rate}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,16 @@ import numpy as np
 import pytest
 
 from dp_compile.bench import results
-from dp_compile.bench.compare import compare
-from dp_compile.bench.machine import environment
 from dp_compile.bench.networks import Network
-from dp_compile.bench.results import Cell, ModeResult, Results
+from dp_compile.bench.report import compare
+from dp_compile.bench.results import Cell, ModeResult, Results, environment
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suites import Suite
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
 
 HERE = {"cpu": "Some CPU", "cores": "2", "accelerator": "none", "malloc": "", "torch": "2.13.0", "commit": "abc123"}
-CHECK = SelfCheck(166.0, 80.0, 4 * 2**20, 52.0, 0.1, 1.05)
+CHECK = SelfCheck(166.0, 80.0, 1.05)
 NETWORKS = (Network("loopback"), Network("shaped", rate_mbit=640.0))
 SUITE = Suite("made-up", ("gpt", "resnet"), ("oracle", "ddp", "ours", "comm"), NETWORKS)
 FACTORS = {"oracle": 1.0, "ddp": 1.15, "ours": 1.015, "comm": 0.5}
@@ -37,11 +37,9 @@ def run_of(seed: int, factors: Mapping[str, float] = FACTORS, *, noise: float = 
             ModeResult(
                 name,
                 name in ("oracle", "comm"),
-                results.MEASURED,
                 step_s=tuple(float(x) for x in shared * factor * np.exp(noise * random.standard_normal(15))),
                 starts_s=(10.5,),
                 peak_nbytes=400 * 2**20,
-                gradient_error=1e-6,
                 counts=COUNTS if name == "ours" else {},
             )
             for name, factor in factors.items()
@@ -65,9 +63,9 @@ def with_ours(found: Results, **changes: object) -> Results:
 
 def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass() -> None:
     baseline = run_of(0)
-    lines, regressions = compare(baseline, run_of(100, {**FACTORS, "ours": 1.1 * FACTORS["ours"]}))
+    text, regressions = compare(baseline, run_of(100, {**FACTORS, "ours": 1.1 * FACTORS["ours"]}))
     assert regressions >= 3  # of 4 cells: 15 steps with a noise of 2 % do not show it always
-    assert all(", ours, step: " in line for line in lines[:regressions])
+    assert len(re.findall(r"^\| slower  ?\| ours \| step \| ", text, re.MULTILINE)) == regressions
     assert all(compare(baseline, run_of(rerun))[1] == 0 for rerun in range(1, 6))
     assert not compare(baseline, run_of(2, {**FACTORS, "comm": 0.9}, machine=1.5))[1]  # a slower machine
 
@@ -75,20 +73,21 @@ def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass() -> None
 def test_one_more_of_anything_is_a_regression() -> None:
     """Times are equal here."""
     before, after = run_of(1), with_ours(run_of(1), counts=COUNTS | {"collectives": 5})
-    lines, regressions = compare(before, after)
+    text, regressions = compare(before, after)
     assert regressions == 1
-    assert "more: gpt, loopback, ours: collectives 4 -> 5" in lines
-    lines, regressions = compare(after, before)
+    assert re.search(r"^\| more +\| ours +\| collectives +\| 4 +\| 5 ", text, re.MULTILINE)
+    text, regressions = compare(after, before)
     assert regressions == 0
-    assert [line for line in lines if line.startswith("fewer: ")]
+    assert "\n| fewer" in text
     unknown = with_ours(run_of(1), counts={})
     assert not compare(unknown, before)[1] + compare(before, unknown)[1]
 
 
 def test_a_mode_that_fails_now_is_a_regression() -> None:
-    broken = with_ours(run_of(2), status=results.FAILED, reason="rank 1 died\nTraceback", step_s=())
-    lines, regressions = compare(run_of(1), broken)
-    assert (regressions, lines[0]) == (1, "lost: gpt, loopback, ours, step: 1.015 -> rank 1 died")
+    broken = with_ours(run_of(2), reason="rank 1 died\nTraceback", step_s=())
+    text, regressions = compare(run_of(1), broken)
+    assert regressions == 1
+    assert re.search(r"^\| lost \| ours \| step \| 1.015 +\| rank 1 died \|", text, re.MULTILINE)
     skipped = with_first_cell(run_of(2), modes=(), skipped="no sockets")
     assert compare(run_of(1), skipped)[1] == 2
 
@@ -96,13 +95,19 @@ def test_a_mode_that_fails_now_is_a_regression() -> None:
 def test_other_machines_settings_and_cells_are_refused() -> None:
     other = replace(run_of(2), environment=HERE | {"cpu": "Other CPU"})
     for new, message in (
-        (other, "cannot be compared: cpu 'Some CPU' and 'Other CPU'"),
-        (replace(run_of(2), suite=replace(SUITE, steps_per_turn=3)), "steps_per_turn 1 and 3"),
-        (replace(run_of(2), cells=run_of(2).cells[:3]), r"cells 'gpt over loopback, .* and 'gpt over"),
-        (run_of(2, {"ddp": 1.0}), "no mode was measured in both runs together with the reference 'oracle'"),
+        (other, "cpu of the new run must be 'Some CPU' as in the baseline, got 'Other CPU'"),
+        (
+            replace(run_of(2), suite=replace(SUITE, steps_per_turn=3)),
+            "steps_per_turn of the new run must be 1 as",
+        ),
+        (
+            replace(run_of(2), cells=run_of(2).cells[:3]),
+            "cells of the new run must be 'gpt over loopback, ",
+        ),
+        (run_of(2, {"ddp": 1.0}), "what both runs measured must be the reference 'oracle' and another mode"),
     ):
         with pytest.raises(ConfigError, match=message):
-            compare(run_of(1, {"ddp": 1.0} if "no mode" in message else FACTORS), new)
+            compare(run_of(1, {"ddp": 1.0} if "both runs" in message else FACTORS), new)
 
 
 def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +118,15 @@ def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch: pytest.Monkey
     assert found["malloc"] == "LD_PRELOAD=libjemalloc.so.2 MALLOC_TRIM_THRESHOLD_=-1"
     monkeypatch.setenv("LD_PRELOAD", "libsomething.so")
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
-    with pytest.raises(ConfigError, match="cannot be compared: malloc"):
+    with pytest.raises(ConfigError, match="malloc of the new run must be"):
         compare(replace(run_of(1), environment=environment()), replace(run_of(2), environment=found))
 
 
 def test_files_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, error in (
         (None, "cannot be read"),
-        ('{"version": 1}', "has version 1, this is 4. Run the benchmark again"),
-        ('{"version": 4}', "is not what `dp-compile bench run` writes: KeyError('suite')"),
+        ('{"version": 1}', "version must be 5, got 1. Run the benchmark again"),
+        ('{"version": 5}', "is not what `dp-compile bench run` writes: KeyError('suite')"),
     ):
         path = tmp_path / "bad.json"
         if text is not None:
@@ -132,6 +137,6 @@ def test_files_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str
     results.save(run_of(1), Path(before))
     results.save(run_of(2, {**FACTORS, "ours": 1.2}), Path(after))
     assert cli.main(["bench", "compare", before, before]) == 0
-    assert "no regressions in 8 comparisons of times over oracle" in capsys.readouterr().out
+    assert "no regressions in 8 times over oracle and in all counts\n" in capsys.readouterr().out
     assert cli.main(["bench", "compare", before, after]) == 1
-    assert "4 regressions in 8 comparisons" in capsys.readouterr().out
+    assert "4 regressions in 8 times" in capsys.readouterr().out

@@ -45,14 +45,15 @@ def test_without_iproute2_or_rights_the_error_says_so(monkeypatch: pytest.Monkey
 def test_ranks_reach_each_other_through_the_limited_network() -> None:
     with open_network(SHAPED, ranks=2) as place:
         assert len(spaces(os.getpid())) == 2
-        for prefix in place.prefixes:
+        inside = [[networks._tool("ip"), "netns", "exec", space] for space in place.spaces]
+        for prefix in inside:
             command = [*prefix, networks._tool("tc"), "qdisc", "show", "dev", "eth0"]
             limit = subprocess.run(command, capture_output=True, text=True).stdout
             assert "tbf" in limit
             assert "rate 123Mbit" in limit
         reached = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=5)"
         # No process listens: a refusal, and no time-out, shows that the other end is there.
-        command = [*place.prefixes[1], sys.executable, "-c", reached, place.host]
+        command = [*inside[1], sys.executable, "-c", reached, networks.ADDRESSES[0]]
         assert "ConnectionRefusedError" in subprocess.run(command, capture_output=True, text=True).stderr
     assert not spaces(os.getpid())
 
@@ -92,8 +93,12 @@ def test_a_file_becomes_values_and_user_code_is_found_in_its_directory(tmp_path:
     [
         ("repetitions = 4", "repetition = 3", r"mine\.toml: .*unexpected keyword argument 'repetition'"),
         ("repetitions = 4", "repetitions = true", r"repetitions must be an integer >= 3, got True"),
-        ('"bench_standins:tiny"', '"no-such"', r"mine\.toml: unknown workload 'no-such'\. Built in: .*Your own: "),
-        ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', r"rate_mbit is for kind = 'shaped' or 'simulated'"),
+        ('"bench_standins:tiny"', '"no-such"', r"mine\.toml: a workload must be one of gpt-6l, .*, got 'no-such'"),
+        (
+            'kind = "loopback"',
+            'kind = "loopback", rate_mbit = 5',
+            "what kind 'loopback' has must be nothing else",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(tmp_path: Path, old: str, new: str, error: str) -> None:

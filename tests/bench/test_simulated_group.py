@@ -39,7 +39,7 @@ def test_all_ranks_hold_the_same() -> None:
     group, ops = SimulatedGroup(0, RANKS, FAST), dist.ReduceOp
     for op, factor in ((ops.SUM, RANKS), (ops.AVG, 1), (ops.MAX, 1), (ops.MIN, 1)):
         assert reduced(group, torch.tensor([1.5, -2.0]), op).tolist() == [1.5 * factor, -2.0 * factor]
-    with pytest.raises(ConfigError, match=r"reduces by SUM, AVG, MIN, MAX, BAND and BOR, got .*PRODUCT"):
+    with pytest.raises(ConfigError, match=r"must be SUM, AVG, MIN, MAX, BAND or BOR, got .*PRODUCT"):
         reduced(group, torch.ones(2), ops.PRODUCT)
 
 

@@ -39,7 +39,7 @@ import dp_compile
 from dp_compile.bench import reference, simulated_group
 from dp_compile.bench.contract import Batch, Trainer, Workload
 from dp_compile.bench.modes import mode as mode_of
-from dp_compile.bench.modes.loop import loop_around
+from dp_compile.bench.modes.loop import Loop
 from dp_compile.bench.modes.peers import wrap
 from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.insight.profile import measured_step, with_profile
@@ -135,7 +135,7 @@ class Training:
 
     def __init__(self, task: Task, mode: str, prepare: Callable[[Workload], Trainer] | None = None) -> None:
         self._losses: list[torch.Tensor] = []
-        workload = reference.with_fixed_weights(gpt(task, self._losses))
+        workload = gpt(task, self._losses)
         if prepare is None:
             made: Any = mode_of(mode)
             # A rehearsal generates no code: that takes a CPU half a minute for each mode, and tests do it.
@@ -504,7 +504,7 @@ def g7(task: Task) -> None:
     def ddp(workload: Workload) -> Trainer:
         backend = "aot_eager" if task.rehearse else "inductor"
         wrapped = lambda model: wrap(model, None, gradient_as_bucket_view=True)  # noqa: E731
-        return loop_around(workload, lambda model: torch.compile(wrapped(model), backend=backend))
+        return Loop(workload, lambda model: torch.compile(wrapped(model), backend=backend))
 
     training = Training(task, task.role, None if is_ours else ddp)
     training.steps(5)

@@ -13,7 +13,7 @@ import pytest
 import resumable_run
 import torch
 
-from dp_compile.bench.networks import Network, NetworkError, open_network
+from dp_compile.bench.networks import ADDRESSES, Network, NetworkError, open_network
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.nightly
@@ -31,10 +31,19 @@ def agent() -> Iterator[Agent]:
         started: list[subprocess.Popen[str]] = []
 
         def start(machine: int, *program: str, **variables: str) -> subprocess.Popen[str]:
-            host, last = bed.host.rsplit(".", 1)
-            command = [*bed.prefixes[machine], sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+            host, last = ADDRESSES[0].rsplit(".", 1)
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                bed.spaces[machine],
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+            ]
             command += ["--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=run"]
-            command += [f"--rdzv-endpoint={bed.host}:29500", f"--local-addr={host}.{int(last) + machine}"]
+            command += [f"--rdzv-endpoint={ADDRESSES[0]}:29500", f"--local-addr={host}.{int(last) + machine}"]
             # Who serves the store is found by names of hosts, and both have this machine's.
             command += [f"--rdzv-conf=is_host={int(machine == 0)}"]
             # torch 2.13 keeps one store over all attempts, where gloo finds addresses of dead ranks: pytorch#135712.

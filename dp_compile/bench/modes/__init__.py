@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 from dp_compile.bench.contract import Mode, imported
 from dp_compile.bench.modes import bounds, ours, peers
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 
 _ALL: Final[tuple[Mode, ...]] = (*ours.KINDS, *peers.KINDS, *bounds.KINDS)
 MODES: Final[Mapping[str, Mode]] = MappingProxyType({kind.name: kind for kind in _ALL})
@@ -22,23 +23,16 @@ def mode(name: str) -> Mode:
         ConfigError: unknown, a cap that is not allowed, or the user's function does not return a mode.
     """
     base, _, argument = name.rpartition(":")
-    if name in MODES:
-        return MODES[name]
-    kind: Any = MODES.get(base)
-    if base and kind is None and base.split(":")[0] not in MODES:
-        found: Mode = imported(name, Mode)
-        return found
-    if hasattr(kind, "cap_mb") and base != "compute":
+    kind: Any = MODES.get(name) or MODES.get(base)
+    if base.split(":")[0] in MODES and name not in MODES:
         least = 1.0 if base == "ddp_compiled" else 0.0
-        try:
-            cap_mb = float(argument)
-        except ValueError:
-            cap_mb = -1.0
-        if not (0 < cap_mb < float("inf") and cap_mb >= least):
-            raise ConfigError(f"mode {name!r}: a number of MiB > 0 is needed, for 'ddp_compiled' >= 1, as in 'ddp:5'.")
-        changed: Mode = replace(kind, name=name, cap_mb=cap_mb)
-        return changed
-    raise ConfigError(
-        f"unknown mode {name!r}. Built in: {', '.join(MODES)}, those with buckets also as 'NAME:MIB'. Your own: "
-        "'package.module:function'."
-    )
+        cap_mb = float(argument) if re.fullmatch(r"\d+(\.\d*)?", argument) else 0.0
+        has_cap = hasattr(kind, "cap_mb") and base != "compute" and cap_mb > 0 and cap_mb >= least
+        require(has_cap, f"mode {name!r}", "one with buckets, and a number of MiB, for 'ddp_compiled' >= 1", argument)
+        kind = replace(kind, name=name, cap_mb=cap_mb)
+    if kind is None:
+        known = f"one of {', '.join(MODES)}, some of them with a bucket cap, 'NAME:MIB', or 'package.module:function'"
+        require(bool(base), "a mode", known, name)
+        kind = imported(name, Mode)
+    found: Mode = kind
+    return found

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, device, trainable
+from dp_compile.bench.modes.loop import Loop, device, trainable
 from dp_compile.config import DEFAULT_CAP_MB
 from dp_compile.plan.words import BYTES_PER_MB
 
@@ -33,40 +34,32 @@ class Bound(Mode):
     is_bound: bool = True
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
-        buffers = zeros_like([*trainable(model).values()], self.cap_mb) if self.communicates else []
+        buffers: list[torch.Tensor] = []
+
+        def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
+            if self.communicates:
+                count = sum(each.nbytes for each in trainable(model).values()) // 4
+                zeros = torch.zeros(count, device=device())  # whose sums are zeros, too
+                buffers.extend(zeros.split(max(1, int(self.cap_mb * BYTES_PER_MB) // 4)))
+            return torch.compile(model, backend=self.backend)
 
         def around(compute: Callable[[], None]) -> None:
-            works = [dist.all_reduce(each, async_op=True) for each in buffers]  # zeros stay zeros
+            works = [dist.all_reduce(each, async_op=True) for each in buffers]
             compute()
             for work in works:
                 if work is not None:
                     work.wait()
 
-        if self.computes:
-            compiled = torch.compile(model, backend=self.backend)
-            return Loop(workload, model, compiled, lambda loss: around(lambda: loss.backward()))
-        return _AllReduces(lambda: around(lambda: None))
+        loop = Loop(workload, wrap, lambda loss: around(lambda: loss.backward()))
+        return loop if self.computes else _AllReduces(lambda: around(lambda: None))
 
 
 class _AllReduces(Trainer):
-    """The trainer of `comm`."""
-
     def __init__(self, reduce: Callable[[], None]) -> None:
         self._reduce = reduce
 
     def step(self, batch: Batch) -> None:
         self._reduce()
-
-
-def zeros_like(parameters: Sequence[torch.Tensor], cap_mb: float) -> list[torch.Tensor]:
-    """Zeros of as many bytes as the parameters have, by dtype, none larger than `cap_mb` MiB."""
-    buffers: list[torch.Tensor] = []
-    for dtype in dict.fromkeys(each.dtype for each in parameters):
-        count = sum(each.numel() for each in parameters if each.dtype == dtype)
-        size = max(1, int(cap_mb * BYTES_PER_MB) // dtype.itemsize)
-        buffers += [torch.zeros(min(size, count - at), dtype=dtype, device=device()) for at in range(0, count, size)]
-    return buffers
 
 
 KINDS: Final = (Bound("compute", False, True), Bound("comm", True, False), Bound("oracle", True, True))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import distributed
-from dp_compile.bench.contract import PROBE_LR, Batch, Trainer, Workload
+from dp_compile.bench.contract import PROBE_LR, SEED, Batch, Trainer, Workload
 
 
 def device() -> torch.device:
@@ -23,7 +23,7 @@ def device() -> torch.device:
 
 def build(workload: Workload) -> nn.Module:
     """The workload's model with the same weights in every mode and rank, on the device, in training mode."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     return workload.build().to(device()).train()
 
 
@@ -32,28 +32,23 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def backward(loss: torch.Tensor) -> None:
-    loss.backward()
-
-
 class Loop(Trainer):
     """Forward, backward, the workload's optimizer, gradients set to `None`.
 
     Args:
-        model: of the workload; `call` is what a mode made of it.
+        wrap: makes of the workload's model what the forward calls.
         backward: computes the reduced gradients of a loss in `.grad`.
     """
 
     def __init__(
         self,
         workload: Workload,
-        model: nn.Module,
-        call: Callable[..., torch.Tensor],
-        backward: Callable[[torch.Tensor], None] = backward,
+        wrap: Callable[[nn.Module], Callable[..., torch.Tensor]],
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ) -> None:
-        self.workload, self.model, self._call, self._backward = workload, model, call, backward
-        self._device = device()
-        self.optimizer = workload.rule.optimizer(trainable(model).values(), lr=workload.lr)
+        self.workload, self.model, self._device = workload, build(workload), device()
+        self._call, self._backward = wrap(self.model), backward
+        self.optimizer = workload.rule.optimizer(trainable(self.model).values(), lr=workload.lr)
 
     def step(self, batch: Batch) -> None:
         placed = tuple(each.to(self._device, non_blocking=True) for each in batch)
@@ -76,13 +71,3 @@ class Loop(Trainer):
             after[name].copy_(each)
         self.optimizer.state.clear()
         return found
-
-
-def loop_around(
-    workload: Workload,
-    wrap: Callable[[nn.Module], Callable[..., torch.Tensor]],
-    backward: Callable[[torch.Tensor], None] = backward,
-) -> Loop:
-    """The loop that trains what `wrap` makes of the workload's model."""
-    model = build(workload)
-    return Loop(workload, model, wrap(model), backward)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
 
 import dp_compile
 from dp_compile.bench.contract import Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build
+from dp_compile.bench.modes.loop import Loop
 from dp_compile.config import ReplicateConfig
 from dp_compile.optim import in_backward, synchronize
 
@@ -33,15 +34,17 @@ class Ours(Mode):
     backend: str = "inductor"
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
         defers = self.updates == "forward"
-        dp_compile.replicate(model, config=ReplicateConfig(bucket_cap_mb=self.cap_mb, backend=self.backend))
-        compiled = torch.compile(model, backend="dp_compile" if defers else self.backend)
-        loop = _Replicated(workload, model, compiled)
+
+        def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
+            dp_compile.replicate(model, config=ReplicateConfig(bucket_cap_mb=self.cap_mb, backend=self.backend))
+            return torch.compile(model, backend="dp_compile" if defers else self.backend)
+
+        loop = _Replicated(workload, wrap)
         loop.defers = defers
         if self.updates:
             max_norm = NEVER_REACHED if self.shard else None
-            in_backward(model, loop.optimizer, max_norm, overlap_forward=defers, shard=self.shard)
+            in_backward(loop.model, loop.optimizer, max_norm, overlap_forward=defers, shard=self.shard)
         return loop
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -18,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_compile._torch import distributed, dynamo, inductor
 from dp_compile.bench.contract import PROBE_LR, Batch, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import backward, build, device, loop_around, trainable
+from dp_compile.bench.modes.loop import Loop, build, device, trainable
 from dp_compile.config import DEFAULT_CAP_MB
-from dp_compile.errors import ConfigError
+from dp_compile.errors import require
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.plan.reduction import Averaging
 
@@ -38,7 +37,6 @@ _FUSED: Final[Mapping[str, Any]] = {"_fuse_ddp_communication_passes": ["fuse_ddp
 
 
 def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedDataParallel:
-    """torch's DDP of a model. A cap that is given counts for the first bucket too, else that is 1 MiB."""
     ids = None if device().type == "cpu" else [device()]
     return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=cap_mb, **options)
 
@@ -48,10 +46,9 @@ class DDP(Mode):
     """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`.
 
     Args:
-        compiled: `torch.compile` of it. `DDPOptimizer` breaks the graph where buckets end, so that the backward of each
-            part starts its all-reduce (https://docs.pytorch.org/docs/stable/notes/ddp.html).
+        compiled: `torch.compile` of it; `DDPOptimizer` breaks the graph where buckets end.
         python_reducer: torch's experimental reducer in its place: hooks that compiled autograd traces, fused by
-            Inductor's `ddp_fusion` and followed by its pass that delays waits, set for the process.
+            Inductor's `ddp_fusion` and followed by its pass that delays waits.
     """
 
     name: str
@@ -62,14 +59,14 @@ class DDP(Mode):
 
     def prepare(self, workload: Workload) -> Trainer:
         if not self.compiled:
-            return loop_around(workload, lambda model: wrap(model, self.cap_mb))
+            return Loop(workload, lambda model: wrap(model, self.cap_mb))
         dynamo.configure_process({"optimize_ddp": "python_reducer" if self.python_reducer else "ddp_optimizer"})
         if self.python_reducer:
             inductor.configure_process(_FUSED)
-        return loop_around(
+        return Loop(
             workload,
             lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend),
-            self._captured_backward if self.python_reducer else backward,
+            self._captured_backward if self.python_reducer else torch.Tensor.backward,
         )
 
     def _captured_backward(self, loss: torch.Tensor) -> None:
@@ -91,7 +88,7 @@ class Functional(Mode):
 
     def prepare(self, workload: Workload) -> Trainer:
         inductor.configure_process(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
-        return loop_around(
+        return Loop(
             workload, lambda model: torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
         )
 
@@ -135,7 +132,7 @@ class _Reduced(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class DecentDP(Mode):
-    """`decent_dp` (arXiv 2410.11998), eager and with 25 MB buckets, as its README and documentation have it.
+    """`decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager and with 25 MB buckets.
 
     Each rank takes a local step and averages parameters with its neighbours during the next one. That is another
     algorithm: only the average over all ranks after the first step is that of DDP. So its `gradients` follow from that
@@ -144,13 +141,9 @@ class DecentDP(Mode):
 
     name: str = "decent_dp"
 
-    def why_not(self) -> str | None:
-        missing = [name for name in ("decent_dp", "loguru") if find_spec(name) is None]
-        return f"{' and '.join(missing)} not installed: pip install --no-deps decent-dp loguru." if missing else None
-
     def prepare(self, workload: Workload) -> Trainer:
-        if dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated:
-            raise ConfigError("mode 'decent_dp' exchanges parameters with neighbours: it needs 2 real ranks or more.")
+        is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
+        require(not is_alone, "mode 'decent_dp'", "on 2 real ranks or more: it averages with neighbours", "one")
         import_module("loguru").logger.disable("decent_dp")  # it logs each bucket to stderr by default
         return _Neighbours(workload)
 
