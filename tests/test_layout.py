@@ -156,6 +156,9 @@ def test_the_package_loads_no_compiler() -> None:
         command = f"import sys, torch; {source}; print(sorted({heavy}.intersection(sys.modules)))"
         loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
         assert loaded.strip() == str(also)
+    help_alone = "import sys; from dp_compile.cli import main; main._build_parser()"
+    command = f"{help_alone}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_options_are_named_in_one_order() -> None:

@@ -25,7 +25,7 @@ from dp_compile.engine.group import group_on
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import agree, table_of
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import CommunicationError, ConfigError, DesyncError
+from dp_compile.errors import CommunicationError, DesyncError, require
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
@@ -46,29 +46,20 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
     """All parameters of an iterable of them or of an optimizer's groups, each once, with a gradient or without.
 
     Raises:
-        NotImplementedError: it holds something else, as with torch's averagers.
-        ConfigError: it holds none, or one that has no average.
+        ConfigError: it holds something else, nothing, or a parameter that has no average.
     """
     found: dict[int, torch.Tensor] = {}
     for each in params:
-        if not isinstance(each, (torch.Tensor, dict)):
-            raise NotImplementedError(
-                f"params must hold parameters or parameter groups, got {type(each).__name__}. "
-                "Pass model.parameters() or optimizer.param_groups."
-            )
+        require(isinstance(each, (torch.Tensor, dict)), "params", "of parameters or parameter groups", type(each))
         for parameter in each["params"] if isinstance(each, dict) else (each,):
             found[id(parameter)] = parameter
-    if not found:
-        raise ConfigError(
-            "params holds no parameters: a generator that was used up? Call model.parameters() for each averaging."
-        )
+    hint = " A generator that was used up? Call model.parameters() for each averaging."
+    require(bool(found), "params", "one parameter or more", [], hint)
     for place, parameter in enumerate(found.values()):
         plain = type(parameter.detach()) is torch.Tensor and parameter.layout is torch.strided
-        if not plain or parameter.dtype not in AVERAGED or parameter.is_meta:
-            raise ConfigError(
-                f"parameter {place} of params is a {parameter.dtype} {type(parameter.detach()).__name__} on "
-                f"{parameter.device}, which has no average. Averaged are dense {', '.join(map(str, AVERAGED))}."
-            )
+        has_average = plain and parameter.dtype in AVERAGED and not parameter.is_meta
+        shown = f"a {parameter.dtype} {type(parameter.detach()).__name__} on {parameter.device}"
+        require(has_average, f"parameter {place} of params", f"dense {', '.join(map(str, AVERAGED))}", shown)
     if in_flight:
         for replica in {owner[0] for owner in map(owners.find, found.values()) if owner is not None}:
             replica.arrive()  # updates that an optimizer has left for the next forward

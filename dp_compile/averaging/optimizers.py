@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.model_averaging import averagers
 
 from dp_compile.averaging.exchange import Exchange, note_equal, parameters_in
 from dp_compile.engine.guards import fingerprints
-from dp_compile.errors import ConfigError, require, require_integer
+from dp_compile.errors import require, require_integer
 
 with warnings.catch_warnings():  # its module uses the TorchScript that torch itself deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -98,8 +99,6 @@ class OuterOptimizer(PostLocalSGDOptimizer):
     ) -> None:
         require_integer("every", every, 1)
         require(outer_lr > 0 and momentum >= 0, "outer_lr, momentum", "> 0 and >= 0", (outer_lr, momentum))
-        if not dist.is_initialized():
-            raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() before.")
         options = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
         outer = _OuterStep(process_group, parameters_in(optim.param_groups), **options)
         super().__init__(optim, outer)
@@ -164,14 +163,9 @@ class _OuterStep(averagers.ModelAverager):
         """
         for name, ours in (("parameters", parameters), ("velocities", parameters if self.momentum else ())):
             theirs = state[name]
-            if len(ours) != len(theirs):
-                raise ConfigError(f"state_dict has {len(theirs)} outer {name}, this optimizer {len(ours)}.")
-            for place, (tensor, value) in enumerate(zip(ours, theirs, strict=True)):
-                if tensor.shape != value.shape:
-                    raise ConfigError(
-                        f"state_dict has outer {name}[{place}] of shape {list(value.shape)}, this optimizer one of "
-                        f"{list(tensor.shape)}. Load what an optimizer over the same parameters has saved."
-                    )
+            shapes = ([None if each is None else list(each.shape) for each in two] for two in zip_longest(ours, theirs))
+            wrong = [f"[{place}] {there}, here {here}" for place, (here, there) in enumerate(shapes) if here != there]
+            require(not wrong, f"outer {name} of state_dict", "of the shapes of this optimizer's", wrong[:1])
 
     def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
         self.outer, self.velocities = [], []

@@ -9,30 +9,33 @@ import tomllib
 from pathlib import Path
 
 from dp_compile import bench
-from dp_compile.cli.parsing import Subparsers, add_command
+from dp_compile.cli.main import Subparsers, add_command
 
 _EPILOG = """\
 A suite is packaged, or a TOML file:
 
-  workloads = ["gpt-4l", "my_models:net"]        # built in, or a function in a module of the file's directory that
-  modes = ["oracle", "ddp", "ddp:5", "ours"]     # returns a dp_compile.bench.contract.Workload (or Mode)
+  # Your own are functions in a module of the file's directory, which return a
+  # dp_compile.bench.contract.Workload or Mode: "my_models:net".
+  workloads = ["gpt-4l"]
+  modes = ["oracle", "ddp", "ddp:5", "ours"]
   networks = [
     {kind = "loopback"},
-    {kind = "shaped", rate_mbit = 640},          # network namespaces, tc-tbf; needs root and iproute2
-    {kind = "shaped", comm_over_compute = 0.5},  # the rate at which communication takes half as long as compute
-    {kind = "simulated", ranks = 64, latency_us = 10, rate_mbit = 8000},  # one process, 63 ranks are simulated
+    # Network namespaces and tc-tbf, as root; the second finds its rate.
+    {kind = "shaped", rate_mbit = 640},
+    {kind = "shaped", comm_over_compute = 0.5},
+    # One process, 63 ranks are simulated.
+    {kind = "simulated", ranks = 64, latency_us = 10, rate_mbit = 8000},
   ]
-  repetitions = 15                               # any other field of dp_compile.bench.suites.Suite
+  repetitions = 15   # or another field of dp_compile.bench.suites.Suite
 
 examples:
-  dp-compile bench run short
-      prints tables in Markdown, and writes bench-short.json
+  dp-compile bench run short                        writes bench-short.json
   dp-compile bench compare before.json bench-short.json
-      exits with 1 if a mode became slower than the noise of both runs explains, or does more than before
-  dp-compile bench report bench-short.json
-      prints the tables again
+  dp-compile bench report bench-short.json          prints the tables again
 
-Exit status: 0; 1 if a mode failed, or on a regression; 2 if a suite or file is wrong, or two runs cannot be compared.
+Exit status: 0; 1 if a mode failed, became slower than noise explains or does
+more than before; 2 if a suite, file or option is wrong, or two runs cannot be
+compared.
 """
 
 

@@ -6,28 +6,41 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final, NoReturn
 
-from dp_compile.cli.parsing import Parser
 from dp_compile.errors import ConfigError, DPCompileError
 
-_COMMANDS: Final = {
-    "train": "train",
-    "explain": "steps",
-    "timeline": "steps",
-    "predict": "steps",
-    "bench": "bench",
-}
-"""By name: the file that has `add_NAME`, loaded when it is asked for: most need torch, some its compilers."""
+_COMMANDS: Final = {"train": "train", "explain": "steps", "timeline": "steps", "predict": "steps", "bench": "bench"}
+"""By name: the file that has `add_NAME`. Its options need no torch, which takes seconds to load."""
+Subparsers = Any
+"""What `ArgumentParser.add_subparsers` returns; argparse keeps its class private."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, not under a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"dp-compile: error: {message}. See {self.prog} --help.\n")
+
+
+def add_command(subparsers: Subparsers, name: str, *, help: str, description: str, epilog: str) -> Any:
+    """A subcommand's parser. `epilog` teaches by example."""
+    return subparsers.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `dp-compile`. Returns the exit status: 0 done, 1 failed, 2 bad options, 130 interrupted."""
-    given = sys.argv[1:] if argv is None else argv
-    args = _build_parser(given[:1] if given[:1] and given[0] in _COMMANDS else _COMMANDS).parse_args(given)
+    args = _build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         status = run(args)
@@ -44,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _build_parser(commands: Iterable[str]) -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dp-compile", description="Data-parallel training under torch.compile.")
     versions = f"dp-compile {version('dp_compile')}, torch {version('torch')}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=versions, help="print the versions of it and of torch")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in commands:
-        getattr(import_module(f"dp_compile.cli.{_COMMANDS[command]}"), f"add_{command}")(subparsers)
+    for command, file in _COMMANDS.items():
+        getattr(import_module(f"dp_compile.cli.{file}"), f"add_{command}")(subparsers)
     return parser

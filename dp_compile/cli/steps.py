@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dp_compile.cli.parsing import Subparsers, add_command
+from dp_compile.cli.main import Subparsers, add_command
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.cost import LINKS
 
@@ -55,9 +55,9 @@ def add_explain(subparsers: Subparsers) -> None:
         epilog="""\
 examples:
   dp-compile explain step.json
-  dp-compile explain step.json --profile trace.json.gz      with what a trace of torch.profiler measured
+  dp-compile explain step.json --profile trace.json.gz       with measured times
 
-A step file is written after a training step, by dp-compile train --save-step step.json or
+A step file is written by dp-compile train --save-step step.json, or by
   pathlib.Path("step.json").write_text(dp_compile.step_of(model).to_json())
 """,
     )
@@ -81,13 +81,13 @@ def add_timeline(subparsers: Subparsers) -> None:
         subparsers,
         "timeline",
         help="draw a step: compute and network, planned and measured",
-        description="Draw a saved step, as the suffix of each output file says: .svg, .json (a trace).",
+        description="Draw a saved step as *.svg or *.json, a trace for ui.perfetto.dev.",
         epilog="""\
 examples:
-  dp-compile timeline step.json -o step.svg -o trace.json      the last one for ui.perfetto.dev
-  dp-compile timeline step.json -o step.svg --profile trace.json.gz         measured below planned
+  dp-compile timeline step.json -o step.svg -o trace.json
+  dp-compile timeline step.json -o step.svg --profile trace.json.gz
 
-All times are predictions unless the step was measured; then both are shown, on one axis.
+Times are predicted. Of a measured step both are drawn, on one axis.
 """,
     )
     _add_step(parser)
@@ -123,16 +123,17 @@ def add_predict(subparsers: Subparsers) -> None:
         subparsers,
         "predict",
         help="predict a step on other ranks, links, dtypes",
-        description="Predict a saved step for every combination of the options. Lists are separated by commas.",
+        description="Predict a saved step for every combination of the options.",
         epilog=f"""\
 example:
-  dp-compile predict step.json --ranks 8,64 --link infiniband-ndr,ethernet-25 --dtype bfloat16
-      every combination; what is not given stays as in the step
+  dp-compile predict step.json --ranks 8,64 --link infiniband-ndr,ethernet-25
+      four rows; what is not given stays as in the step
 
-links   {", ".join(each.name for each in LINKS)}
+links   {", ".join(each.name for each in LINKS[:4])},
+        {", ".join(each.name for each in LINKS[4:])}
 dtypes  bfloat16, float16, float32
 
-Nothing is run and nothing is measured. Buckets are planned for each row if the step's strategy plans.
+Nothing is run. Buckets are planned for each row if the step's were.
 """,
     )
     _add_step(parser, profile=False)

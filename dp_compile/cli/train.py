@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from dp_compile.cli.parsing import Subparsers, add_command
+from dp_compile.cli.main import Subparsers, add_command
+from dp_compile.errors import require_integer
 
 _EPILOG = """\
-Without torchrun it starts two processes on this machine, which take about two minutes on two cores. Bytes are tokens,
-losses are in nats per byte, and every tenth file is held out. Step times leave out two steps, which compile.
+Without torchrun it starts two processes on this machine, which take about two
+minutes on two cores. Bytes are tokens, losses are in nats per byte, and every
+tenth file is held out. Step times leave out two steps, which compile.
 """
 
 
@@ -20,12 +22,10 @@ def add_train(subparsers: Subparsers) -> None:
         description="Train a small GPT on the source of Python's standard library, data parallel.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--layers", type=positive_integer, default=4, metavar="N", help="blocks (%(default)s)")
-    parser.add_argument(
-        "--width", type=positive_integer, default=128, metavar="N", help="%(default)s; a multiple of 32"
-    )
-    parser.add_argument("--steps", type=positive_integer, metavar="N", help="(300, with --check 25)")
-    parser.add_argument("--ranks", type=positive_integer, metavar="N", help="processes (one per GPU, at least 2)")
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
+    parser.add_argument("--width", type=int, default=128, metavar="N", help="%(default)s; a multiple of 32")
+    parser.add_argument("--steps", type=int, metavar="N", help="(300, with --check 25)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, at least 2)")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="close buckets at this size, do not plan")
     parser.add_argument(
         "--mp", choices=("bf16", "fp16"), help="compute and reduce in this dtype, parameters stay float32"
@@ -41,12 +41,9 @@ def add_train(subparsers: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    for name in ("layers", "width", "steps", "ranks"):
+        if (value := getattr(args, name)) is not None:
+            require_integer(f"--{name}", value, 1)
     from dp_compile.train import job
 
     return job.launch(args)
-
-
-def positive_integer(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {number}")
-    return number

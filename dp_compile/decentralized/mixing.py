@@ -25,7 +25,7 @@ from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.errors import ReductionError, require
 from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
 
@@ -42,8 +42,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     reduction = Reduction((Stage(ALL_REDUCE, "", "sum"),), 1.0)
     specs: list[GradientSpec] = []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
-        if parameter.is_complex():
-            raise ConfigError(f"{name} is complex, which is not mixed. Hold real and imaginary parts as real numbers.")
+        require(not parameter.is_complex(), name, "real to be mixed: hold two real parameters", parameter.dtype)
         key = BucketKey(reduction, str(parameter.dtype).removeprefix("torch."), parameter.device.type)
         shape, strides = tuple(parameter.shape), dense_strides(parameter)
         specs.append(GradientSpec(index, name, shape, strides, parameter.dtype.itemsize, key))

@@ -24,7 +24,7 @@ from dp_compile.decentralized.topologies import topology as topology_of_name
 from dp_compile.decentralized.updates import MixingUpdates
 from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ModuleError, ReductionError, require
+from dp_compile.errors import ModuleError, ReductionError, require
 from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import Planned
 from dp_compile.replication.module import Pending, inner_module, parts_of, replica_of, state_of, unwrap
@@ -248,11 +248,8 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     refused = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
     refused += ["ddp_python_hook"] if given.ddp_python_hook is False else []
     refused += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
-    if refused:
-        raise ConfigError(
-            f"{', '.join(refused)} of config: no gradient of a decentralized module is reduced, its ranks differ, and "
-            "its buckets are of parameters. Leave it out; see bucket_size_in_mb."
-        )
+    hint = " No gradient is reduced here, ranks differ, and buckets are of parameters: see bucket_size_in_mb."
+    require(not refused, "config", "without options on gradients, their buckets and buffers", refused, hint)
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
 
@@ -268,8 +265,8 @@ def _check(max_norm: Any, scaler: object, bucket_mb: Any) -> None:
 
 def _topology(asked: str | Topology, world_size: int, local_world_size: int | None) -> Topology:
     if isinstance(asked, Topology):
-        if asked.world_size != world_size:
-            raise ConfigError(f"topology {asked.name!r} is of {asked.world_size} ranks, the group has {world_size}.")
+        fits = asked.world_size == world_size
+        require(fits, "topology", f"of {world_size} ranks, as the group is", f"{asked.name}, {asked.world_size} ranks")
         return asked
     return topology_of_name(asked, world_size, local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -280,11 +277,7 @@ def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> 
     check_kind(optimizer)
     mine = {id(parameter) for parameter in replica.parameters}
     given = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    if foreign := sum(id(each) not in mine for each in given):
-        raise ConfigError(
-            f"{type(optimizer).__name__} has {foreign} parameters that are not of this module, which it would never "
-            "update: steps are taken in the module's backward. Give those to an optimizer of their own."
-        )
-    if not given:
-        raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
+    own = sum(id(each) in mine for each in given)
+    found = f"{own} of it, {len(given) - own} others"
+    require(own == len(given) > 0, "parameters of the optimizer", "of this module, in whose backward it steps", found)
     return optimizer

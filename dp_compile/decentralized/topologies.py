@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dp_compile.errors import ConfigError, require
+from dp_compile.errors import require
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -35,10 +35,8 @@ class Edge:
         object.__setattr__(self, "ranks", ranks)
         is_set = bool(ranks) and len(set(ranks)) == len(ranks) and ranks[0] >= 0
         require(is_set, "ranks of an edge", "different numbers >= 0, and one at least", ranks)
-        if not 0 <= self.weight <= 1 or (len(ranks) == 1 and self.weight != 1):
-            raise ConfigError(
-                f"weight of the edge {ranks} must be between 0 and 1, and 1 for a rank alone, got {self.weight!r}."
-            )
+        is_share = 0 <= self.weight <= 1 and (len(ranks) > 1 or self.weight == 1)
+        require(is_share, f"weight of the edge {ranks}", "between 0 and 1, and 1 for a rank alone", self.weight)
 
     @property
     def share(self) -> float:
@@ -64,17 +62,14 @@ class Topology:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(map(tuple, self.steps)))
-        if not self.steps:
-            raise ConfigError(f"topology {self.name!r} has no step. Give edges for one at least.")
+        require(bool(self.steps), f"steps of topology {self.name!r}", "one or more", self.steps)
         for number, edges in enumerate(self.steps):
             seen = Counter(rank for edge in edges for rank in edge.ranks)
             wrong = [rank for rank in range(self.world_size) if seen[rank] != 1]
             wrong += [rank for rank in seen if rank >= self.world_size]
-            if wrong:
-                raise ConfigError(
-                    f"topology {self.name!r}: in step {number} rank {wrong[0]} is in {seen[wrong[0]]} edges. "
-                    f"Every rank from 0 to {self.world_size - 1} has to be in exactly one edge of each step, no other."
-                )
+            allowed = f"with each rank from 0 to {self.world_size - 1} in exactly one, and no other rank"
+            found = f"rank {wrong[0]} in {seen[wrong[0]]} edges" if wrong else ""
+            require(not wrong, f"edges of topology {self.name!r}, step {number},", allowed, found)
 
     @property
     def period(self) -> int:
@@ -108,10 +103,9 @@ def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
         local_world_size: ranks on each node, for `alternating-exp-ring`.
     """
     require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
-    if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
-        raise ConfigError(
-            f"world_size must be a multiple of local_world_size, both >= 1, got {world_size} and {local_world_size}."
-        )
+    sizes = world_size, local_world_size
+    is_multiple = world_size >= 1 and local_world_size >= 1 and world_size % local_world_size == 0
+    require(is_multiple, "world_size", "a multiple of local_world_size, both >= 1", sizes)
     if world_size == 1:
         return Topology(name, 1, ((Edge((0,), 1.0),),))
     steps = tuple(map(tuple, _BUILDERS[name](world_size, local_world_size)))
@@ -123,8 +117,7 @@ def _complete(world_size: int, local_world_size: int) -> Steps:
 
 
 def _ring(world_size: int, local_world_size: int) -> Steps:
-    if world_size % 2:
-        raise ConfigError(f"topology 'ring' pairs neighbours and needs an even world_size, got {world_size}.")
+    require(world_size % 2 == 0, "world_size of topology 'ring', which pairs neighbours,", "even", world_size)
     return [[Edge((rank, (rank + way) % world_size), 0.5) for rank in range(0, world_size, 2)] for way in (1, -1)]
 
 
@@ -151,8 +144,7 @@ def _alternating_exp_ring(world_size: int, local_world_size: int) -> Steps:
 
 
 def _powers(name: str, what: str, number: int) -> list[int]:
-    if number < 2 or number & (number - 1):
-        raise ConfigError(f"topology {name!r} needs {what} to be a power of two, 2 or more, got {number}.")
+    require(number > 1 and number.bit_count() == 1, f"{what} of topology {name!r}", "a power of two, 2 or more", number)
     return [1 << bit for bit in range(number.bit_length() - 1)]
 
 

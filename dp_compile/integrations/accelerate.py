@@ -163,24 +163,17 @@ def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _refuse_other_parallelism(accelerator: AcceleratesOwn) -> None:
-    remedy = "Use accelerate's own Accelerator for that."
     # Not only the type: on CPUs accelerate goes on without shards, even if they were asked for.
-    variables = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
-    if variables or accelerator.distributed_type not in _WHOLE:
-        asked = " and ".join(variables) or f"distributed_type {accelerator.distributed_type.value}"
-        raise ConfigError(
-            f"{asked} asks for another kind of parallelism, by a plugin, a launcher's question or the environment; "
-            f"dp_compile's Accelerator keeps whole parameters on each rank, with distributed_type "
-            f"{', '.join(each.value for each in _WHOLE)}. {remedy}"
-        )
+    asked = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
+    kind = accelerator.distributed_type
+    asked += [] if kind in _WHOLE else [f"distributed_type {kind.value}"]
     split = accelerator.parallelism_config
-    if split is not None and (names := [name for name in _SPLITS if (getattr(split, name, None) or 1) > 1]):
+    degrees = {name: getattr(split, name, None) or 1 for name in _SPLITS}
+    asked += [f"parallelism_config {name}={degree}" for name, degree in degrees.items() if degree > 1]
+    asked += ["mixed_precision='fp8'"] if accelerator.mixed_precision == "fp8" else []
+    if asked:
         raise ConfigError(
-            f"parallelism_config has {', '.join(f'{name}={getattr(split, name)}' for name in names)}; dp_compile's "
-            f"Accelerator splits batches only. {remedy}"
-        )
-    if accelerator.mixed_precision == "fp8":
-        raise ConfigError(
-            "mixed_precision='fp8' replaces modules by those of another library, which was not tried with "
-            f"dp_compile. Use 'bf16', 'fp16' or 'no'. {remedy}"
+            f"{' and '.join(asked)}: asked for by a plugin, a launcher's question or the environment. dp_compile's "
+            "Accelerator keeps whole parameters on each rank and splits batches only, in float32, 'bf16' or 'fp16'. "
+            "Use accelerate's own Accelerator for that."
         )

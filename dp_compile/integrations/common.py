@@ -10,7 +10,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from dp_compile.config import BACKENDS, ReplicateConfig
 from dp_compile.engine.module_names import class_name
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import is_replicated, unwrap
 from dp_compile.replication.replicate import unreplicate
@@ -40,8 +40,7 @@ def refuse_other_versions(package: str) -> None:
 
 def options(given: ReplicateConfig | None, backend: str | None = None) -> ReplicateConfig:
     """The options that the user gave; without any, the backend of the forward compiles the backward as well."""
-    if not isinstance(given, ReplicateConfig | None):
-        raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(given).__name__}.")
+    require(isinstance(given, ReplicateConfig | None), "replicate_config", "a ReplicateConfig", type(given))
     if given is None:
         return ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
     return given

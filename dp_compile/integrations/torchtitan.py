@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dp_compile._torch import compiler
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions
 from dp_compile.replication.module import Installed, ReplicatedModule
 from dp_compile.replication.replicate import replicate
@@ -128,11 +128,8 @@ def _micro_steps(training: Any, ranks: int) -> int:
 def _config(given: ReplicateConfig | None, compile_config: Any) -> ReplicateConfig:
     """The user's options, with the sum of gradients."""
     given = options(given, compile_config.backend)
-    if given.gradient_divide_factor not in (None, 1.0):
-        raise ConfigError(
-            "replicate_config says what gradients are divided by, but torchtitan divides the loss by the tokens of "
-            "all ranks. Leave gradient_divide_factor out."
-        )
+    factor, allowed = given.gradient_divide_factor, "left out: torchtitan divides the loss by the tokens of all ranks"
+    require(factor in (None, 1.0), "gradient_divide_factor of replicate_config", allowed, factor)
     return dataclasses.replace(given, gradient_divide_factor=1.0)
 
 
@@ -164,19 +161,14 @@ def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_con
         "training.enable_cpu_offload": (training.enable_cpu_offload, False),
     }
     for name, (given, neutral) in wanted.items():
-        if given != neutral:
-            raise ConfigError(f"{name}={given!r} is for parameters in shards. Leave it at {neutral!r}.")
-    if parallelism.spmd_backend == "full_dtensor":
-        raise ConfigError(
-            "parallelism.spmd_backend is 'full_dtensor', which makes DTensors of all inputs; parameters are plain "
-            "tensors here. Use 'spmd_types' or 'partial_dtensor'."
-        )
+        require(given == neutral, name, f"{neutral!r}: it is for parameters in shards", given)
+    backend = parallelism.spmd_backend
+    allowed = "'spmd_types' or 'partial_dtensor': parameters are plain tensors here, no DTensors"
+    require(backend != "full_dtensor", "parallelism.spmd_backend", allowed, backend)
     # On other devices torchtitan itself goes on without.
-    if not training.disable_cuda_graphs and torch.cuda.is_available():
-        raise ConfigError(
-            "training.disable_cuda_graphs is False: torchtitan would record forward and backward as one CUDA graph, in "
-            "which dp_compile's checks after a backward cannot run. Use training.disable_cuda_graphs=True."
-        )
+    has_no_graph = training.disable_cuda_graphs or not torch.cuda.is_available()
+    allowed = "True: no check after a backward can run in one CUDA graph with the forward"
+    require(has_no_graph, "training.disable_cuda_graphs", allowed, False)
 
 
 def _refuse_chunks(model: nn.Module) -> None:

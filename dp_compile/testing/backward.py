@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dp_compile._torch import autograd, compiler, inductor
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.dumps import CAPTURED, TO_INDUCTOR, recorders
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require, require_integer
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import last_name, type_text
@@ -79,12 +79,9 @@ def assert_graph(seen: SeenBackward, expected: str | os.PathLike[str]) -> None:
 def assert_counts(seen: SeenBackward, **expected: int) -> None:
     """Compare counts, by their names in `Counts`; what differs is shown with what it is made of."""
     found = asdict(seen.counts)
-    unknown = [name for name in expected if name not in found]
-    if unknown or not expected:
-        given = f"got {unknown[0]!r}" if unknown else "none was given"
-        raise ConfigError(f"a count must be one of {', '.join(found)}; {given}.")
-    if "copied_nbytes" in expected and seen.counts.copied_nbytes is None:
-        raise ConfigError("copied_nbytes is counted in generated code: backward_of(..., backend='inductor').")
+    require(bool(expected) and expected.keys() <= found.keys(), "counts", f"some of {', '.join(found)}", [*expected])
+    is_counted = "copied_nbytes" not in expected or seen.counts.copied_nbytes is not None
+    require(is_counted, "copied_nbytes", "of generated code: backward_of(..., backend='inductor')", None)
     launched = [line for line in seen.graph_text.splitlines() if line.startswith((">>", "   bucket"))]
     parts: Mapping[str, Sequence[str]] = {
         "collectives": launched,
@@ -122,9 +119,8 @@ def backward_of(
     Raises:
         ConfigError, ModuleError: a value is not allowed, a process group is up, or no backward was captured.
     """
-    check_ranks(ranks)
-    if on == "meta" and backend == "inductor":
-        raise ConfigError("on 'meta' no code can be generated: backend must be 'aot_eager' there, got 'inductor'.")
+    require_integer("ranks", ranks, 2)
+    require(on != "meta" or backend == "aot_eager", "backend on 'meta'", "'aot_eager': it generates no code", backend)
     if dist.is_initialized():
         raise ConfigError("a process group is up: backward_of makes a fake one. Destroy it first.")
     # On the meta device the flags of unused parameters have no values to read.
@@ -148,11 +144,6 @@ def backward_of(
         replicate_module(model, {}, config=config, needs_values=False, **training.options)
         exits.callback(unreplicate, model)
         return _seen(training, config, model, batch, recorder)
-
-
-def check_ranks(ranks: int) -> None:
-    if ranks < 2:
-        raise ConfigError(f"ranks must be >= 2, got {ranks!r}: one rank reduces nothing.")
 
 
 @contextlib.contextmanager

@@ -207,6 +207,8 @@ def without_interrupts() -> Iterator[None]:
 def _serve(rank: int, directory: str, connection: Connection, ends_groups: bool) -> None:
     os.setsid()  # what it starts ends with it, and Ctrl-C reaches the parent alone
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The default, in which semaphores have no name: a named one, as tqdm makes, stays in /dev/shm when this is killed.
+    multiprocessing.set_start_method(None, force=True)
     log = open(Path(directory, f"rank{rank}.log"), "a")
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.enable(log, all_threads=True)  # the stack of a rank that native code kills

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_compile.config import BACKENDS
 from dp_compile.engine.module_names import fully_qualified
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require, require_integer
 from dp_compile.insight.observe import report
 from dp_compile.plan.words import count
 from dp_compile.replication.replicate import replicate, unreplicate
-from dp_compile.testing.backward import check_ranks, fresh_compiler
+from dp_compile.testing.backward import fresh_compiler
 from dp_compile.testing.ranks import Ranks
 from dp_compile.testing.training import Training
 
@@ -72,11 +72,9 @@ def assert_same_training(
             raised, hung or died.
         ConfigError: a value is not allowed, or something cannot be sent to a process.
     """
-    check_ranks(ranks.world_size if isinstance(ranks, Ranks) else ranks)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"steps must be an integer >= 1, got {steps!r}.")
-    if backend is not None and backend not in BACKENDS:
-        raise ConfigError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}.")
+    require_integer("ranks", ranks.world_size if isinstance(ranks, Ranks) else ranks, 2)
+    require_integer("steps", steps, 1)
+    require(backend is None or backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)} or None", backend)
     for each in fields(training):
         try:
             pickle.dumps(getattr(training, each.name))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dp_compile.config import ReplicateConfig
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ModuleError, require
 from dp_compile.replication.selection import BucketPolicy
 
 
@@ -43,10 +43,8 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("make_model", "make_batch", "loss_fn", "make_optimizer"):
             value = getattr(self, name)
-            if not callable(value) or (name == "make_model" and isinstance(value, nn.Module)):
-                raise ConfigError(
-                    f"Training.{name} must be a function, got {type(value).__name__}: each check calls it."
-                )
+            is_function = callable(value) and not (name == "make_model" and isinstance(value, nn.Module))
+            require(is_function, f"Training.{name}", "a function, which each check calls", type(value))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -96,12 +96,12 @@ def test_what_is_refused() -> None:
     averager = averaging.PeriodicModelAverager(2)
     used_up = net().parameters()
     list(used_up)
-    with pytest.raises(dp_compile.ConfigError, match="a generator that was used up"):
+    with pytest.raises(dp_compile.ConfigError, match="A generator that was used up"):
         averager.average_parameters(used_up)
-    with pytest.raises(NotImplementedError, match="got str"):
+    with pytest.raises(dp_compile.ConfigError, match="got str"):
         averager.average_parameters(["weight"])  # type: ignore[list-item]
     for other in (torch.zeros(2, dtype=torch.long), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
-        with pytest.raises(dp_compile.ConfigError, match=r"parameter 1 of params is a .* which has no average"):
+        with pytest.raises(dp_compile.ConfigError, match=r"parameter 1 of params must be dense .*, got 'a torch"):
             averager.average_parameters([torch.zeros(1), other])
     assert averager.step == 0
 

@@ -227,5 +227,5 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(dp_compile.DPCompileError, match=message):
                 make(given, each)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP asks for another kind"):
+    with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP: asked for by a plugin"):
         make({})

@@ -117,15 +117,15 @@ def refusals(folder: str) -> dict[str, Callable[[], object]]:
         "data_parallel_shard_degree is 2": lambda: call(
             job(**{replicas: 1, "parallelism__data_parallel_shard_degree": -1})
         ),
-        "parallelism.fsdp_reshard_after_forward='never'": lambda: call(
+        "parallelism.fsdp_reshard_after_forward must be 'default'": lambda: call(
             job(parallelism__fsdp_reshard_after_forward="never")
         ),
-        "spmd_backend is 'full_dtensor'": lambda: call(job(parallelism__spmd_backend="full_dtensor")),
-        "training.enable_cpu_offload=True": lambda: call(job(training__enable_cpu_offload=True)),
-        "training.disable_cuda_graphs is False": gpu(lambda _: call(job())),
+        "parallelism.spmd_backend must be": lambda: call(job(parallelism__spmd_backend="full_dtensor")),
+        "training.enable_cpu_offload must be False": lambda: call(job(training__enable_cpu_offload=True)),
+        "training.disable_cuda_graphs must be True": gpu(lambda _: call(job())),
         "Linear is none of torchtitan's decoders": lambda: call(job(), nn.Linear(2, 2)),
         "is replicated already": lambda: call(job(), dp_compile.replicate(call(job()))),
-        "what gradients are divided by": lambda: call(job(), replicate_config=divided),
+        "gradient_divide_factor of replicate_config must be left out": lambda: call(job(), replicate_config=divided),
         "loss is a ChunkedLossWrapper": lambda: titan_jobs.run(with_ours(job(loss=in_chunks())), folder),
         "has gradients that are reduced already, at forward 2": with_gradients,
     }

@@ -20,7 +20,7 @@ TINY = ("--layers", "1", "--width", "32")
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (("--ranks", "0"), {}, "argument --ranks: must be >= 1, got 0"),
+        (("--ranks", "0"), {}, "--ranks must be an integer >= 1, got 0"),
         (("--width", "130"), {}, "--width must be a multiple of 32, got 130"),
         (("--bucket-cap-mb", "0"), {}, "bucket_cap_mb must be"),
         (("--mp", "bf16", "--comm-hook", "int8"), {}, "--mp must be without --comm-hook, got 'bf16'"),
