@@ -5,10 +5,8 @@ Each mode has separate processes (`testing.ranks.Ranks`): Dynamo, Inductor and D
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -40,7 +38,6 @@ def ranks_of(place: Placement, environment: Mapping[str, str]) -> Ranks:
 
 
 def _begin(place: Placement, rank: int, processes: int, directory: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a runner that was killed cannot end its ranks
     with Path(directory, f"rank{rank}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

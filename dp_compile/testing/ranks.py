@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -47,7 +49,7 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """`world_size` processes in one group, which start with the first call and end with this one.
+    """`world_size` processes in one group, which start with the first call and end with the thread that made it.
 
     Args:
         method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
@@ -207,6 +209,8 @@ def without_interrupts() -> Iterator[None]:
 def _serve(rank: int, directory: str, connection: Connection, ends_groups: bool) -> None:
     os.setsid()  # what it starts ends with it, and Ctrl-C reaches the parent alone
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: a parent that was killed cannot end it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     # The default, in which semaphores have no name: a named one, as tqdm makes, stays in /dev/shm when this is killed.
     multiprocessing.set_start_method(None, force=True)
     log = open(Path(directory, f"rank{rank}.log"), "a")
