@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 from typing import Final
 
@@ -39,14 +40,9 @@ def failures(results: Results) -> list[str]:
     ]
 
 
-def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """In Markdown, and aligned: the first row is the head."""
-    rows = list(rows)
+def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        yield f"| {' | '.join(map(str.ljust, row, widths))} |"
-        if number == 0:
-            yield f"|{'|'.join('-' * (width + 2) for width in widths)}|"
+    return [list(map(str.ljust, row, widths)) for row in rows]
 
 
 def _lines(results: Results) -> Iterator[str]:
@@ -58,14 +54,15 @@ def _lines(results: Results) -> Iterator[str]:
     turns = f"{count(suite.repetitions, 'turn')} of {count(suite.steps_per_turn, 'step')}"
     yield from textwrap.wrap(
         f"{results.started[:16]} UTC, {where}. {count(suite.ranks, 'rank')}, {turns}, {count(suite.starts, 'start')}, "
-        f"caches {suite.caches}. Times are over those of `{suite.reference}` in the same turn, median +-1.96 standard "
-        "errors; its own in ms, with quartiles. The slowest rank counts. *Italic*: a bound, whose gradients are not "
+        f"caches {suite.caches}. With +-: over the time of `{suite.reference}` in the same turn, median and 1.96 "
+        "standard errors; its own with quartiles. The slowest rank counts. *Italic*: a bound, whose gradients are not "
         "reduced.",
         WIDTH,
     )
     for cell in cells:
         yield from ("", f"## {cell.workload}, {cell.network}", "")
-        yield from table(_rows(cell, suite.reference))
+        head, *rows = (f"| {' | '.join(row)} |" for row in _aligned(list(_rows(cell, suite.reference))))
+        yield from (head, re.sub(r"[^|]", "-", head), *rows)
         if (check := cell.self_check) is not None and check.mb_per_s:
             yield f"\nLatency {check.alpha_us:.0f} us, {check.mb_per_s:.4g} MB/s; a matmul during an all-reduce takes"
             hint = "" if check.passed else ",\nso hiding communication gains little here"
@@ -83,15 +80,14 @@ def _fastest(cell: Cell) -> str:
 
 
 def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
-    yield ["mode", f"step / {reference}", "until warm", f"/ {reference}", "peak memory"]
+    yield ["mode", f"step / {reference}", "until warm", "peak memory"]
     times = ratios(cell, reference)
     for name, mode in cell.measured().items():
         low, middle, high = np.quantile(mode.step_s, [0.25, 0.5, 0.75]) * 1e3
         yield [
             f"*{name}*" if mode.is_bound else name,
             str(times.get((name, "step"), f"{middle:.3g} ms ({low:.3g}-{high:.3g})")),
-            f"{np.median(mode.starts_s):.1f} s",
-            str(times.get((name, "until warm"), "-")),
+            str(times.get((name, "until warm"), f"{np.median(mode.starts_s):.1f} s")),
             format_bytes(mode.peak_nbytes),
         ]
 
@@ -128,8 +124,11 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
         rows = [_judged(*each, sure) for each in found] + list(_counts(*pair))
         rows.sort(key=lambda row: row[0] not in REGRESSIONS)
         regressions += sum(row[0] in REGRESSIONS for row in rows)
-        lines += ["", f"## {pair[0].workload}, {pair[0].network}", ""]
-        lines += table([("", "mode", "what", "before", "after", "change", "noise"), *rows])
+        lines += ["", f"{pair[0].workload}, {pair[0].network}"]
+        head = "", "mode", "what", "before", "after", "change", "noise"
+        lines += ["  ".join(row).rstrip() for row in _aligned([head, *rows])]
+        for name, what, _, after, reason in found:
+            lines += ["", *textwrap.wrap(f"{name}, {what}, is lost: {reason}", WIDTH)] if after is None else []
     text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} times over {reference}"
     return "\n".join([f"{text} and in all counts", *lines]) + "\n", regressions
 
@@ -147,9 +146,9 @@ def _times(old: Cell, new: Cell, reference: str) -> Iterator[_Times]:
             yield name, what, value, after.get((name, what)), reason
 
 
-def _judged(name: str, what: str, old: Ratio, new: Ratio | None, reason: str, sure: float) -> Sequence[str]:
+def _judged(name: str, what: str, old: Ratio, new: Ratio | None, _: str, sure: float) -> Sequence[str]:
     if new is None:
-        return "lost", name, what, f"{old.value:.3f}", textwrap.shorten(reason, 24, placeholder=" ..."), "", ""
+        return "lost", name, what, f"{old.value:.3f}", "-", "", ""
     change, band = math.log(new.value / old.value), sure * math.hypot(old.log_error, new.log_error)
     verdict = "unclear" if math.expm1(band) > TOO_NOISY else "same"
     if abs(change) > max(band, math.log1p(TOLERANCE)):

@@ -34,6 +34,5 @@ def dp_golden(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def dp_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Gloo processes for `assert_same_training(..., ranks=dp_ranks)`; they start with the first use."""
-    ranks = Ranks(pytestconfig.getoption("--dp-compile-ranks"))
-    yield ranks
-    ranks.stop()
+    with Ranks(pytestconfig.getoption("--dp-compile-ranks")) as ranks:
+        yield ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, Final, NamedTuple
 
@@ -83,12 +84,8 @@ def assert_same_training(
                 f"Training.{each.name} cannot be sent to another process: {error}. Define it at the top of a module, "
                 "not inside a function and not as a lambda."
             ) from error
-    pool = ranks if isinstance(ranks, Ranks) else Ranks(ranks)
-    try:
+    with nullcontext(ranks) if isinstance(ranks, Ranks) else Ranks(ranks) as pool:
         outcomes = pool.run(_train_both, training, steps, backend, rtol, atol, timeout_s=timeout_s)
-    finally:
-        if pool is not ranks:
-            pool.stop()
     found: list[_Difference] = [each for differences, _ in outcomes for each in differences]
     if wrong := sorted(each for each in found if each.is_too_large):
         lines = ["the training differs from that of torch's DDP:", *(each.text for each in wrong[:SHOWN])]
