@@ -7,10 +7,50 @@ in the same turn, whiskers +-1.96 standard errors (`dp_compile.bench.results.rat
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
+from dp_compile.bench.modes.loop import Loop
 from dp_compile.bench.results import Ratio, load, ratios
+
+
+class FSDP2Replicate(Mode):
+    """FSDP2's `replicate` of each block and of the whole, each block compiled, as torchtitan does it."""
+
+    name = "fsdp2_replicate"
+
+    def prepare(self, workload: Workload) -> Trainer:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+
+        def wrap(model: nn.Module) -> nn.Module:
+            for blocks in (each for each in model.modules() if isinstance(each, nn.ModuleList)):
+                for block in blocks:
+                    block.compile()
+                    replicate(block, mesh=mesh)
+            return replicate(model, mesh=mesh)
+
+        return _OfDTensors(workload, wrap)
+
+
+class _OfDTensors(Loop):
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        found = super().gradients(batch)
+        return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+
+
+def fsdp2_replicate() -> Mode:
+    """The mode `chart:fsdp2_replicate` of `chart.toml`."""
+    return FSDP2Replicate()
+
 
 NAMES = {
     "ddp_compiled": "compiled DDP",
