@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dp_compile.cli.main import Subparsers, add_command
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.cost import LINKS
+from dp_compile.plan.words import count
 
 if TYPE_CHECKING:  # what looks at a step needs torch, help does not
     from dp_compile.insight.step import Step
@@ -166,8 +167,9 @@ def _predict(args: argparse.Namespace) -> int:
         times = map(format_ms, (row.backward_s, row.exposed_s, row.end_s, row.bound_s))
         cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(row.buckets), *times])
     least = min(rows, key=lambda row: row.exposed_s)
-    where = ", ".join(filter(None, (f"{least.ranks:,} rank{'s' * (least.ranks != 1)}", least.link, least.dtype)))
-    print(f"Least exposed: {format_ms(least.exposed_s)} of {format_ms(least.end_s)}, {where}. Nothing was measured.\n")
+    where = ", ".join(filter(None, (count(least.ranks, "rank"), least.link, least.dtype)))
+    what = "Least exposed" if len(rows) > 1 else "Predicted, exposed"
+    print(f"{what}: {format_ms(least.exposed_s)} of {format_ms(least.end_s)}, {where}\n")
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 import platform
 import sysconfig
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -82,7 +84,8 @@ def launch(options: argparse.Namespace) -> int:
             return 0 if train(options) else 1
         except DPCompileError as error:
             raise type(error)(f"rank {rank}: {error}") from error
-    with Ranks(options.ranks or max(2, torch.cuda.device_count()), begin=_spawned) as pool:
+    ranks, quiet = options.ranks or max(2, torch.cuda.device_count()), {"KINETO_LOG_LEVEL": "99"}
+    with Ranks(ranks, begin=_spawned, environment=quiet) as pool:
         try:
             return 0 if all(pool.run(train, options, timeout_s=LONGEST_S)) else 1
         except RankError as error:
@@ -131,7 +134,8 @@ def train(options: argparse.Namespace) -> bool:
     say(f"data   standard library of Python {platform.python_version()}, {len(texts[0]) / 1e6:.1f} MB to train on")
     say(f"ranks  {dist.get_world_size()} on {device.type} ({dist.get_backend()})\n")
     _steps(options, model, twin if options.check else None, *texts)
-    say(f"\n{dp_compile.report(model)}")
+    lines = [textwrap.wrap(line, 80, subsequent_indent="      ") for line in str(dp_compile.report(model)).splitlines()]
+    say("\n".join(["", *itertools.chain(*lines)]))
     if options.save_step is not None and dist.get_rank() == 0:
         Path(options.save_step).write_text(dp_compile.step_of(model).to_json())
     passed = compare(model, twin, options) if options.check else True
