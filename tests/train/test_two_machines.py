@@ -13,6 +13,7 @@ import pytest
 import resumable_run
 import torch
 
+from dp_compile.bench import networks
 from dp_compile.bench.networks import ADDRESSES, Network, NetworkError, open_network
 from dp_compile.testing.ranks import Ranks
 
@@ -32,17 +33,9 @@ def agent() -> Iterator[Agent]:
 
         def start(machine: int, *program: str, **variables: str) -> subprocess.Popen[str]:
             host, last = ADDRESSES[0].rsplit(".", 1)
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                bed.spaces[machine],
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nnodes=2",
-            ]
-            command += ["--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=run"]
+            command = [networks._tool("ip"), "netns", "exec", bed.spaces[machine], sys.executable]
+            command += ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+            command += ["--rdzv-backend=c10d", "--rdzv-id=run"]
             command += [f"--rdzv-endpoint={ADDRESSES[0]}:29500", f"--local-addr={host}.{int(last) + machine}"]
             # Who serves the store is found by names of hosts, and both have this machine's.
             command += [f"--rdzv-conf=is_host={int(machine == 0)}"]
