@@ -409,7 +409,7 @@ def test_refused() -> None:
     refused("topology must be of 1 ranks, as the group is, got 'ring, 4 ranks'", topology=topology("ring", 4))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     config = dp_compile.ReplicateConfig(mp_policy=policy, static_graph=True, gradient_as_bucket_view=True)
-    refused("static_graph, gradient_as_bucket_view, reduce_dtype of mp_policy of config", config=config)
+    refused("got ['static_graph', 'gradient_as_bucket_view', 'reduce_dtype of mp_policy']", config=config)
     model: Any = decentral(mlp())
     train(model, model, range(2))
     for call in (lambda: dp_compile.measure(model).__enter__(), lambda: dp_compile.explain(model)):
