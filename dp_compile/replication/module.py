@@ -132,7 +132,13 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         ModuleError: the class does not allow subclasses, or its objects cannot change their class.
     """
     kind = original_class(module)
-    key = (kind, waiting, casts)
+    named_as_ours = tuple(
+        (where, name)
+        for where in ("_modules", "_parameters", "_buffers")
+        for name in vars(ReplicatedModule)
+        if name in getattr(module, where)  # a ScriptModule's cannot be iterated over
+    )
+    key = (kind, waiting, casts, named_as_ours)
     if key in _classes:
         return _classes[key]
     body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
@@ -140,6 +146,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
     body |= {"forward": _casting_forward(kind)} if casts else {}
     body |= {"__deepcopy__": _deepcopy} if hasattr(kind, "__deepcopy__") else {}
     body |= {"recompile": _recompile} if hasattr(kind, "recompile") else {}
+    body |= {name: _own_attribute(where, name) for where, name in named_as_ours}
     now = type(module)
     try:
         made = types.new_class(
@@ -154,6 +161,11 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         ) from error
     _classes[key] = made
     return made
+
+
+def _own_attribute(where: str, name: str) -> property:
+    """A child, parameter or buffer with the name of a method of ours: `nn.Module.__getattr__` would come too late."""
+    return property(lambda module: getattr(module, where)[name])
 
 
 def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:

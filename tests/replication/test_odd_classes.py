@@ -64,13 +64,13 @@ class OurNames(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.module, self._orig_mod = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.module, self._orig_mod, self.no_sync = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def set_requires_gradient_sync(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.set_requires_gradient_sync(self._orig_mod(self.module(self.layer(x))))
+        return self.set_requires_gradient_sync(self._orig_mod(self.module(self.no_sync(self.layer(x)))))
 
 
 def graph_module() -> nn.Module:
