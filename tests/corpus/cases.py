@@ -381,7 +381,7 @@ def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
     return aot_eager(graph, inputs)
 
 
-@case("21a", models.three_layers, group_timeout_s=4.0, known={"ours": "the page is older than the cure"})
+@case("21a", models.three_layers, group_timeout_s=4.0)
 def slow_compile(side: Side) -> None:
     """Rank 1 compiles for 8 s longer, where a collective may take 4 s."""
     if side.subject is not None and not side.subject.compiles:
