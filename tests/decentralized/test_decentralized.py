@@ -56,6 +56,9 @@ def test_as_d_psgd_in_numpy() -> None:
         assert (report.backwards, report.captures) == ({"eager hooks": steps}, ())
         assert f"topology {chosen.name}, period {chosen.period}" in str(report)
         dp_compile.unreplicate(model)
+    one_peer = topology("one-peer-exp", world_size, 2)
+    mixed = np.linalg.multi_dot([one_peer.mixing_matrix(step) for step in range(one_peer.period)])
+    np.testing.assert_allclose(mixed, 1 / world_size)  # after a period each rank has averaged with all others
 
 
 def as_theirs(name: str, world_size: int, steps: int) -> Topology:
@@ -321,6 +324,11 @@ def changed_outside() -> None:
     for as_views in (True, False):
         model: Any = decentral(mlp(), "ring", param_as_bucket_view=as_views)
         train(model, model, range(2))
+        before = model(mine(0)).sum()
+        model.global_avg(will_revert=False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()
+        model.zero_grad()
         with model.global_average():
             loss = model(mine(0)).sum()
             with pytest.raises(dp_compile.ReductionError, match="what is loaded would be lost"):
