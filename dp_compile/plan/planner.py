@@ -46,6 +46,9 @@ ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
 
+SHARES: Final = (1.0, 0.99, 0.97, 0.95)
+"""By which shares of the best end so far buckets are joined: less than one where several stages count as one."""
+
 CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0
 """The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
@@ -148,10 +151,10 @@ def plan_optimal(
 def robust_partition(
     gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float
 ) -> tuple[Partition, Certificate]:
-    """Of the earliest partitions for each speed in `ERROR_BAND` and of fixed caps, the one with the least worst ratio.
+    """Of the earliest partitions for each speed in `ERROR_BAND`, of fixed caps, and of these with buckets joined: the
+    one with the least worst ratio; of equal ones the fewest buckets.
 
-    Of equal ones the fewest buckets; and then fewer still, as far as no speed ends later for it. The price: where
-    latency matters most, it ends some percent later than the earliest if the belief was right
+    The price: where latency matters most, it ends some percent later than the earliest if the belief was right
     (tests/plan/robust_table.py).
 
     `gradients` are in launch order; `backward_s`: how long the backward takes without communication.
@@ -162,11 +165,14 @@ def robust_partition(
         return certify(gradients, partition, cost=cost, backward_s=backward_s, bounds=bounds)
 
     promised = {partition: promise(partition) for partition in dict.fromkeys(_candidates(gradients, cost))}
+    least = min(certificate.worst_ratio for certificate in promised.values())
+    for partition, share in product([*promised], SHARES):
+        joined = _joined(gradients, partition, cost, [share * least * (1 + SLACK) * bound for bound in bounds])
+        if joined not in promised:
+            promised[joined] = promise(joined)
     least = min(certificate.worst_ratio for certificate in promised.values()) * (1 + SLACK)
     best = min((each for each, certificate in promised.items() if certificate.worst_ratio <= least), key=len)
-    joined = _joined(gradients, best, cost, [least * bound for bound in bounds])
-    certificate = promise(joined)
-    return (joined, certificate) if certificate.worst_ratio <= least * (1 + SLACK) else (best, promised[best])
+    return best, promised[best]
 
 
 def certify(
