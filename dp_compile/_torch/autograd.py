@@ -22,7 +22,6 @@ with named():
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-    _get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
     _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
     _interpreters: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -33,10 +32,6 @@ with named():
     _profiled_at_import = _profiler._is_profiler_enabled
 
 NO_GRAPH_TASK: Final = -1
-
-nodes_made: Callable[[], int] = _get_sequence_nr
-"""How many nodes of autograd graphs this thread has made."""
-
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """How often a tensor has been changed in place. Asked for every parameter twice in a backward: no call of Python."""

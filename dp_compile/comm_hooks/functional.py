@@ -26,7 +26,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.fx.node import has_side_effect
@@ -105,15 +105,15 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
         ConfigError: its text does not say its options, or its source is not known; or it asks for no round, or for one
             that is not known.
     """
-    kind = type(hook)
+    kind, problem = type(hook), ""
     if has_address(hook):
-        raise ConfigError(
-            f"comm hook {hook!r} has an address in its repr, another one on each rank, by which ranks cannot compare "
-            "it. Make its class a frozen dataclass, with fields whose repr says their value."
+        problem = (
+            "has an address in its repr, another one on each rank, by which ranks cannot compare it. Make its class a "
+            "frozen dataclass, with fields whose repr says their value"
         )
-    if not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
-        allowed = ", ".join(ROUNDS)
-        raise ConfigError(f"comm hook {hook!r} must have as rounds a tuple of some of {allowed}, got {hook.rounds!r}.")
+    elif not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
+        problem = f"must have as rounds a tuple of some of {', '.join(ROUNDS)}, got {hook.rounds!r}"
+    _refuse(hook, problem)
     try:
         source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:
@@ -121,6 +121,11 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
         raise ConfigError(message) from error
     key = f"{kind.__module__}.{hook!r}#{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     return key, _hooks.setdefault(key, hook)
+
+
+def _refuse(hook: object, problem: str) -> None:
+    if problem:
+        raise ConfigError(f"comm hook {hook} {problem}.")
 
 
 def _hook_of(key: str) -> FunctionalHook:
@@ -194,40 +199,37 @@ class HookRun:
                     found = [self._checked_sent(hook, self._reducing.send(received[-1]))]
             except StopIteration as end:
                 found = self._checked_end(hook, end.value)
-        if versions != list(map(autograd.version_of, given)):
-            raise _wrote(repr(hook))
+        _refuse(hook, _WROTE if versions != list(map(autograd.version_of, given)) else "")
         self.steps += 1
         return found
 
     def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
-        count = len(hook.rounds)
+        count, problem = len(hook.rounds), ""
         if self.steps >= count or not isinstance(sent, torch.Tensor):
             what = f"yields {type(sent).__name__}" if self.steps < count else "yields once more"
-            raise ConfigError(f"comm hook {hook!r} must yield {count} tensors, its rounds, but {what}.")
-        if hook.rounds[self.steps] == ALL_TO_ALL and sent.numel() % self.bucket.ranks:
-            raise ConfigError(
-                f"comm hook {hook!r} hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks "
-                "cannot share evenly. Fill them up to a multiple of the number of ranks."
+            problem = f"must yield {count} tensors, its rounds, but {what}"
+        elif hook.rounds[self.steps] == ALL_TO_ALL and sent.numel() % self.bucket.ranks:
+            problem = (
+                f"hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks cannot share "
+                "evenly. Fill them up to a multiple of the number of ranks"
             )
+        _refuse(hook, problem)
         return _copied(sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten())
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
-        if self.steps < len(hook.rounds):
-            raise ConfigError(
-                f"comm hook {hook!r} has {len(hook.rounds)} rounds, but yields {self.steps} tensors only."
-            )
+        too_few = f"has {len(hook.rounds)} rounds, but yields {self.steps} tensors only"
+        _refuse(hook, too_few if self.steps < len(hook.rounds) else "")
         try:
             reduced, states = map(list, result)
         except (TypeError, ValueError):
             message = f"comm hook {hook!r} must return the reduced gradients and the state of each, got {result!r}."
             raise ConfigError(message) from None
         names = [list(state) for state in self.bucket.state]
-        if [sorted(state) for state in states] != list(map(sorted, names)):
-            raise ConfigError(f"comm hook {hook!r} must return state with the names that it was given: {names}.")
+        others = f"must return state with the names that it was given: {names}"
+        _refuse(hook, others if list(map(sorted, states)) != list(map(sorted, names)) else "")
         found = [*reduced, *(state[name] for state, own in zip(states, names, strict=True) for name in own)]
         before, after = ([(tuple(each.shape), each.dtype) for each in some] for some in (self.given, found))
-        if before != after:
-            raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {before}, got {after}.")
+        _refuse(hook, f"must return tensors of these kinds: {before}, got {after}" if before != after else "")
         return [*map(_copied, reduced), *self._new_state(states, reduced)]
 
     def _new_state(self, states: Sequence[State], reduced: Tensors) -> Iterator[torch.Tensor]:
@@ -245,8 +247,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _wrote(hook: str) -> ConfigError:
-    return ConfigError(f"comm hook {hook} wrote to a tensor that it was given. Compute a new one.")
+_WROTE: Final = "wrote to a tensor that it was given. Compute a new one"
 
 
 # --- in a graph -------------------------------------------------------------------------------------------------------
@@ -321,8 +322,8 @@ class _NoWrites(autograd.TorchDispatchMode):
         arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
         for written in (arguments.get(each.name) for each in func._schema.arguments if each.is_write):
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() in self._storages:
-                    raise _wrote(self._hook)
+                is_given = isinstance(tensor, torch.Tensor) and tensor.untyped_storage() in self._storages
+                _refuse(self._hook, _WROTE if is_given else "")
         return func(*args, **(kwargs or {}))
 
 

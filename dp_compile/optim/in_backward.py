@@ -128,8 +128,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
     if update is None or not isinstance(update.part, Shard):
         return optimizer.state_dict()
     shard = update.part
-    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < shard.ranks):
-        raise ConfigError(f"to must be a rank of the module's group, 0 to {shard.ranks - 1}, or None, got {to!r}.")
+    is_rank = to is None or (type(to) is int and 0 <= to < shard.ranks)
+    require(is_rank, "to", f"a rank of the module's group, 0 to {shard.ranks - 1}, or None", to)
     states = shard.full_states(to)
     if to not in (None, shard.rank):
         return {}
@@ -169,10 +169,10 @@ def _check_memory(replica: Replica, mine: Sequence[int]) -> None:
 
 
 def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, shard: object) -> None:
-    kind = type(optimizer)
+    kind, problem = type(optimizer), ""
     check_kind(optimizer)
     if not f"{kind.__module__}.".startswith("torch.optim."):
-        raise ConfigError(
+        problem = (
             f"{kind.__name__} is not of torch.optim: it cannot be verified that it updates parameters independently. "
             "Use it without in_backward(), or an optimizer of torch.optim."
         )
@@ -180,16 +180,18 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
     require(max_norm is None or (is_number and max_norm > 0), "max_norm", "a number > 0 or None", max_norm)
     require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
     if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
-        raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
+        problem = problem or f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False."
     for name, value in (("shard", shard), ("overlap_forward", overlap_forward)):
         require(isinstance(value, bool), name, "True or False", value)
     if not shard and (max_norm is not None or scaler is not None):
         looks_at_all = "max_norm" if max_norm is not None else "scaler"
-        raise ConfigError(
+        problem = problem or (
             f"in_backward({looks_at_all}=...) needs shard=True: it looks at all gradients before the first update, so "
             "nothing is gained by updates in the backward. Use the optimizer without in_backward(), with "
             "dp_compile.optim.clip_grad_norm_() and scaler.step(optimizer) in the loop."
         )
+    if problem:
+        raise ConfigError(problem)
 
 
 def _plan_for(replica: Replica) -> None:

@@ -436,18 +436,19 @@ class Shard(Part):
             if index not in still:
                 self.parameters[index].grad = ShardedGradient(self.parameters[index])
 
-    def before_step(self, *, has_updated: bool) -> None:
+    def before_step(self, *, has_updated: bool) -> str:
         for index in self.covered:
             parameter = self.parameters[index]
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
             elif parameter.grad is not None:
-                raise ReductionError(
+                return (
                     f"{self.names[index]} has a gradient that no synchronised backward of its module has brought, and "
                     "each rank has a part of the optimizer only. Run a backward outside of no_sync(), set no .grad by "
                     "hand; and once the module is not replicated any more, load "
                     "dp_compile.optim.full_state_dict(optimizer) into another optimizer."
                 )
+        return ""
 
     # --- a step
 

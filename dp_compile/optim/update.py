@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.setup import Setup, check_in_place, noted, options_of, what_changed
 
 
-class Part:
+class Part(ABC):
     """Which elements an `Update` updates on this rank.
 
     In a backward `begin` is called, `apply` for buckets, and then `finish`; after an error `drop`, and `left_out` where
@@ -29,29 +30,29 @@ class Part:
     def __init__(self, setup: Setup, deferred: Deferred | None) -> None:
         self.setup, self.deferred = setup, deferred
 
-    def wanted(self) -> Wanted:
-        raise NotImplementedError
+    @abstractmethod
+    def wanted(self) -> Wanted: ...
 
+    @abstractmethod
     def apply(
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        raise NotImplementedError
+    ) -> None: ...
 
+    @abstractmethod
     def finish(self) -> None:
         """Update what the backward has not updated."""
-        raise NotImplementedError
 
-    def record(self) -> OptimizerRecord:
-        raise NotImplementedError
+    @abstractmethod
+    def record(self) -> OptimizerRecord: ...
 
-    def before_step(self, *, has_updated: bool) -> None:
-        """`has_updated`: a backward has, since the last step.
+    @abstractmethod
+    def before_step(self, *, has_updated: bool) -> str:
+        """Why this step would be wrong: a parameter has a gradient that no synchronised backward has brought.
 
-        Raises:
-            ReductionError: a parameter has a gradient that no synchronised backward has brought.
+        `has_updated`: a backward has, since the last step.
         """
-        raise NotImplementedError
 
+    # ruff: noqa: B027 -- a part need not act at each of these moments
     def install(self) -> None: ...
     def begin(self) -> None: ...
     def drop(self) -> None: ...
@@ -93,16 +94,18 @@ class Whole(Part):
             with during(UPDATE, replica):
                 optim.step_without_hooks(optimizer)
 
-    def before_step(self, *, has_updated: bool) -> None:
+    def before_step(self, *, has_updated: bool) -> str:
         replica = self.setup.replica_if_alive
         if replica is None or not has_updated:
-            return
-        if given := [index for index in self.setup.indices() if replica.parameters[index].grad is not None]:
-            raise ReductionError(
-                f"{replica.name_list(given)} got another gradient between the backward and optimizer.step(), which "
-                "has updated with the reduced one. Run no backward under no_sync() between them, and set no .grad. To "
-                "change reduced gradients, use the optimizer without in_backward(), or a comm hook."
-            )
+            return ""
+        given = [index for index in self.setup.indices() if replica.parameters[index].grad is not None]
+        if not given:
+            return ""
+        return (
+            f"{replica.name_list(given)} got another gradient between the backward and optimizer.step(), which "
+            "has updated with the reduced one. Run no backward under no_sync() between them, and set no .grad. To "
+            "change reduced gradients, use the optimizer without in_backward(), or a comm hook."
+        )
 
     def record(self) -> OptimizerRecord:
         sizes, indices = self.setup.sizes(), self.setup.indices()
@@ -239,24 +242,29 @@ class Update:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_dynamo_compiling():
             _refuse_compiled_step()
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
-            raise ReductionError(
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        if problem := self._problem_of_step(optimizer, has_closure=has_closure):
+            raise ReductionError(problem)
+
+    def _problem_of_step(self, optimizer: Any, *, has_closure: bool) -> str:
+        if has_closure:
+            return (
                 "optimizer.step() was given a closure, but the optimizer updates in the backward, before step(). Run "
                 "the backward yourself and call step() without it."
             )
         if self._broken:
-            raise ReductionError(self._broken)
+            return self._broken
         if self._options and (changed := what_changed(self._options, optimizer)):
-            raise ReductionError(
+            return (
                 f"{changed} between the backward and optimizer.step(): the backward has updated already, with what it "
                 "found. Set options, and step schedulers, before the backward or after optimizer.step()."
             )
         if self.setup.given_scaler is None and hasattr(optimizer, "found_inf"):
-            raise ReductionError(
+            return (
                 "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
                 "still scaled. Give it to in_backward(model, optimizer, shard=True, scaler=scaler)."
             )
-        self.part.before_step(has_updated=self._awaits_step)
+        return self.part.before_step(has_updated=self._awaits_step)
 
     def check_clipping(self, index: int) -> None:
         """Whether gradients of a parameter may be clipped by the loop.

@@ -112,15 +112,15 @@ def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan])
     names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
     found: dict[int, dict[int, GradReduction]] = {}
     for reduction in reductions:
-        replica, index = reduction.replica, reduction.index
+        replica, index, problem = reduction.replica, reduction.index, ""
         if not 0 <= replica < len(plans):
-            raise InvalidGraphError(
-                f"{reduction.node.name} belongs to replica {replica}, but there are plans for {len(plans)} only"
-            )
-        if index not in names[replica]:
-            raise InvalidGraphError(f"gradient {index} of replica {replica} is reduced in the graph, but not planned")
-        if index in found.setdefault(replica, {}):
-            raise InvalidGraphError(f"the gradient of {names[replica][index]} is reduced more than once")
+            problem = f"{reduction.node.name} belongs to replica {replica}, but there are plans for {len(plans)} only"
+        elif index not in names[replica]:
+            problem = f"gradient {index} of replica {replica} is reduced in the graph, but not planned"
+        elif index in found.setdefault(replica, {}):
+            problem = f"the gradient of {names[replica][index]} is reduced more than once"
+        if problem:
+            raise InvalidGraphError(problem)
         found[replica][index] = reduction
     return found
 

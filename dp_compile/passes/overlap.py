@@ -30,7 +30,6 @@ from typing import Any, ClassVar, Final
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from dp_compile.errors import require
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
@@ -51,19 +50,10 @@ class ScheduleCollectives:
     Args:
         memory_bound_nbytes: the simulated peak that moving compute must not exceed, over all tensors that the backward
             reads or makes. `None`: the one of torch's DDP with `gradient_as_bucket_view=True` on the same graph.
-
-    Raises:
-        ConfigError: the bound is not a number of bytes.
     """
 
     memory_bound_nbytes: int | None = None
     name: ClassVar[str] = "schedule-collectives"
-
-    def __post_init__(self) -> None:
-        bound = self.memory_bound_nbytes
-        is_bound = bound is None or (type(bound) is int and bound >= 0)
-        hint = " Use None for the peak of torch's DDP."
-        require(is_bound, "ScheduleCollectives.memory_bound_nbytes", "a number of bytes, at least 0", bound, hint)
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         launches = [node for node in graph.nodes if is_collective(node) and _is_ours(node)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,28 +50,30 @@ class Checks:
             graph.lint()
         except RuntimeError as error:
             raise InvalidGraphError(f"after pass '{after}': {error}") from error
+        if problem := next(self._problems(graph), ""):
+            raise InvalidGraphError(f"after pass '{after}': {problem}")
+        if reductions_in(graph) != self.reductions and (problem := next(self._problems_of_buckets(graph), "")):
+            raise InvalidGraphError(f"pass '{after}' changed {problem}")
+
+    def _problems(self, graph: fx.Graph) -> Iterator[str]:
         for node in filter(is_collective, graph.nodes):
             waits, expected = len(waits_of(node)), self.collectives.get(node, 1)
             if waits != expected:
-                raise InvalidGraphError(f"after pass '{after}': {node.name} has {waits} waits, expected {expected}")
+                yield f"{node.name} has {waits} waits, expected {expected}"
         left = _orders(graph)
         for group, order in self.orders.items():
             now = [node for node in left.get(group, ()) if node in self.collectives]
             if now != [node for node in order if node in left.get(group, ())]:  # as on ranks whose graph is unchanged
                 stand, stood = (", ".join(node.name for node in each) for each in (now, order))
-                raise InvalidGraphError(
-                    f"after pass '{after}': the collectives of group {group} stand in the order {stand}, before {stood}"
-                )
+                yield f"the collectives of group {group} stand in the order {stand}, before {stood}"
         outputs = _outputs(graph)
         if len(outputs) != len(self.outputs):
-            raise InvalidGraphError(f"after pass '{after}': {len(self.outputs)} outputs became {len(outputs)}")
-        for position, (was, is_now) in enumerate(zip(self.outputs, outputs, strict=True)):
+            yield f"{len(self.outputs)} outputs became {len(outputs)}"
+        for position, (was, is_now) in enumerate(zip(self.outputs, outputs, strict=False)):
             if was != is_now:
-                raise InvalidGraphError(f"after pass '{after}': output {position}: {was} became {is_now}")
-        if reductions_in(graph) != self.reductions:
-            self._check_buckets(graph, after)
+                yield f"output {position}: {was} became {is_now}"
 
-    def _check_buckets(self, graph: fx.Graph, after: str) -> None:
+    def _problems_of_buckets(self, graph: fx.Graph) -> Iterator[str]:
         nodes: defaultdict[str, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if (by := provenance_of(node)) is not None:
@@ -81,7 +83,7 @@ class Checks:
         for replica in sorted({each.replica for each in self.reductions}):
             for number, bucket in enumerate(self.plans[replica].buckets):
                 unit, is_scattered = f"{replica}.{number}", bucket.key.reduction.is_scattered
-                _check_bucket(bucket, nodes[unit], after)
+                yield from _problems_of(bucket, nodes[unit])
                 for position, member in enumerate(bucket.members):
                     for is_state in (False, True):
                         of = replica, member.gradient.index, is_state
@@ -92,24 +94,20 @@ class Checks:
             by = provenance_of(found[use]) if use in found else None
             if by is None or (by.unit, by.members) != wanted.get(of):
                 name = names.get(of, f"index {of[1]}")
-                text = f"pass '{after}' changed where reduced gradients go: {use[0]} no longer reads that of {name}"
-                raise InvalidGraphError(text)
+                yield f"where reduced gradients go: {use[0]} no longer reads that of {name}"
 
 
-def _check_bucket(bucket: Bucket, nodes: Sequence[fx.Node], after: str) -> None:
-    """That a bucket is filled once and launched once for each stage, on the right group."""
-    names = " .. ".join(dict.fromkeys((bucket.members[0].label, bucket.members[-1].label)))
+def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
+    """A bucket is not filled once, or not launched once for each stage on the right group."""
+    ends = dict.fromkeys((bucket.members[0].label, bucket.members[-1].label))
+    names = f"what is reduced: the gradient of {' .. '.join(ends)}"
     filled = [(list(node.args[3]), node.args[4]) for node in nodes if node.target is FLAT_BUCKET]  # type: ignore[arg-type]
     planned = [member.offset for member in bucket.members], bucket.numel
     if filled != [planned]:
-        _wrong(after, names, f"its bucket is filled at {filled}, planned once {planned}")
+        yield f"{names}: its bucket is filled at {filled}, planned once {planned}"
     groups = [str(node.args[-1]) for node in filter(is_collective, nodes)]
     if groups != [stage.group for stage in bucket.key.reduction.stages]:
-        _wrong(after, names, f"its bucket is launched on {groups}, planned is {bucket.key.reduction.stages}")
-
-
-def _wrong(after: str, name: str, what: str) -> NoReturn:
-    raise InvalidGraphError(f"pass '{after}' changed what is reduced: the gradient of {name}: {what}")
+        yield f"{names}: its bucket is launched on {groups}, planned is {bucket.key.reduction.stages}"
 
 
 def _outputs(graph: fx.Graph) -> list[str]:

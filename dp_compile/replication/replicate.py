@@ -37,7 +37,7 @@ from dp_compile.engine.plan_sync import Statement, agree_in_call, describe_plan,
 from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, require
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import (
     ForwardCheck,
@@ -274,8 +274,7 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
     Raises:
         ConfigError: one is not allowed, or a mode of Dynamo in which no gradient would be reduced is on.
     """
-    if config is not None and not isinstance(config, ReplicateConfig):
-        raise ConfigError(f"config must be a ReplicateConfig, got {type(config).__name__}.")
+    require(isinstance(config, ReplicateConfig | None), "config", "a ReplicateConfig", type(config))
     options = dataclasses.replace(
         config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
     )

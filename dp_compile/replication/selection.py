@@ -149,15 +149,15 @@ def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.M
     several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
     ignored: list[Any] = list(given) if several else [given]
     for each in ignored:
-        if not (several and isinstance(each, nn.Module)):
-            raise ConfigError(f"ignored_modules must hold modules, got {type(each).__name__}. Pass a list: [module].")
+        is_module = several and isinstance(each, nn.Module)
+        require(is_module, "ignored_modules", "an iterable of modules", type(each), " Pass a list: [module].")
     return frozenset(ignored)
 
 
 def device_of(given: int | torch.device, option: str) -> torch.device:
     """A device that was given as torch's DDP takes them: a number means that GPU."""
-    if isinstance(given, bool) or not isinstance(given, (int, torch.device)) or (isinstance(given, int) and given < 0):
-        raise ConfigError(f"{option} must be the number of a GPU or a torch.device, got {given!r}.")
+    is_device = isinstance(given, torch.device) or (type(given) is int and given >= 0)
+    require(is_device, option, "the number of a GPU or a torch.device", given)
     if isinstance(given, int):
         return torch.device("cuda", given)
     if given.type == "cuda" and given.index is None:

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from dp_compile.errors import ConfigError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes import BucketReductions, ScheduleCollectives
@@ -87,12 +86,6 @@ def test_the_bound_is_the_largest_peak_that_is_allowed() -> None:
     for bound, expected in [(result.memory.nbytes, moved), (result.memory.nbytes - 1, run(module, plan, *STAYING)[0])]:
         graph, _ = run(module, plan, BucketReductions(), ScheduleCollectives(memory_bound_nbytes=bound))
         assert short(graph) == short(expected)
-
-
-def test_a_bound_is_a_number_of_bytes() -> None:
-    bound: Any = 0.5
-    with pytest.raises(ConfigError, match=r"ScheduleCollectives\.memory_bound_nbytes must be a number of bytes"):
-        ScheduleCollectives(memory_bound_nbytes=bound)
 
 
 def with_biases(grad: torch.Tensor, saved: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
