@@ -37,19 +37,19 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
     """
     parent, own = _in_parent(device_mesh)
     if not tensor.dim():
-        raise ConfigError("chunk() needs a tensor with a first dimension, got one without any. Keep it as it is.")
+        raise ConfigError("chunk() needs a tensor with at least one dimension, got a scalar. Do not chunk scalars.")
     placements: list[Placement] = [Replicate()] * parent.ndim
     if isinstance(tensor, DTensor):
         dims = _dims_in(tensor.device_mesh, parent)
         if dims is None:
             raise ConfigError(
-                f"the tensor lies on {tensor.device_mesh}, which is no slice of {parent}, as device_mesh is. Take both "
-                "from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] here."
+                f"the tensor's mesh {tensor.device_mesh} is not a slice of {parent}, the parent of device_mesh. Slice "
+                "both from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] here."
             )
         if set(dims) & set(own):
             raise ConfigError(
-                f"the tensor is laid out over {_names(tensor.device_mesh)} of the mesh, and device_mesh has a "
-                "dimension of those: its ranks hold different parts. Pass the dimension of data parallel."
+                f"the tensor is distributed over {_names(tensor.device_mesh)} of the mesh, and device_mesh includes "
+                "one of these dimensions: its ranks hold different shards. Pass the data-parallel dimension."
             )
         for dim, placement in zip(dims, tensor.placements, strict=True):
             placements[dim] = placement

@@ -153,10 +153,10 @@ def dispatch_mode_is_active() -> bool:
 
 @contextlib.contextmanager
 def as_outermost_code() -> Iterator[None]:
-    """Inside, no TorchDispatchMode and no transform of torch.func is on.
+    """Disable all TorchDispatchModes and torch.func transforms in this block.
 
-    A mode of fake tensors would compute nothing, one that counts would count; a transform refuses writes to tensors
-    from outside of it (`grad`, `jacrev`).
+    `FakeTensorMode` would compute no values, and a counting mode would count these ops. A transform (`grad`, `jacrev`)
+    raises on writes to tensors created outside of it.
     """
     with _clear_interpreters() if _interpreters() is not None else contextlib.nullcontext():
         with _disable_current_modes() if dispatch_mode_is_active() else contextlib.nullcontext():

@@ -346,7 +346,10 @@ def compile_graph(
 
 
 def asks_for_errors(error: Exception) -> bool:
-    """Whether the user asked for an error where something is compiled again, and this may be it."""
+    """Whether `error` is, or may be, a recompilation error that the user requested.
+
+    Either by `error_on_recompile`, or by `torch.compiler.set_stance("fail_on_recompile")`.
+    """
     return isinstance(error, _RecompileError) or stance() == "fail_on_recompile"
 
 

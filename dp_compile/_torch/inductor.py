@@ -158,7 +158,7 @@ def lower_cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """Zeros among Inductor's tensors, written by their readers."""
+    """Lower `aten.full(sizes, 0)` to an Inductor IR node, which is fused into its consumers."""
     return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)
 
 

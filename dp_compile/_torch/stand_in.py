@@ -36,8 +36,7 @@ class ShardedGradient(torch.Tensor):
                     each.zero_()
             return None
         raise ReductionError(
-            "this .grad has no values: each rank has a part of the reduced gradients, and has used it in the backward. "
+            "this .grad has no values: gradients are reduce-scattered, and each rank used its shard in the backward. "
             "torch.nn.utils.clip_grad_norm_ cannot clip it: pass in_backward(..., shard=True, max_norm=...), and read "
-            "the norm from optimizer.total_norm. Where gradients themselves are needed, use the optimizer without "
-            "in_backward()."
+            "the norm from optimizer.total_norm. If you need the gradients, use the optimizer without in_backward()."
         )

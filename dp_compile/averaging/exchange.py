@@ -180,10 +180,10 @@ class Exchange:
                 there = int(store.get(f"{self._topic}/lost/{rank}"))
                 elsewhere += [f"rank {rank} is at step {there}"] if there != step else []
         except RuntimeError:
-            return "the key-value store does not answer, so it is not known who is missing"
+            return "the key-value store does not answer, so the missing rank is unknown"
         absent = ", ".join(map(str, missing))
-        elsewhere += [f"rank(s) {absent} did not come, or have not noticed yet"] if missing else []
-        return "; ".join(elsewhere) or "all ranks were there, and could not reach each other"
+        elsewhere += [f"rank(s) {absent} did not reach this step, or have not timed out yet"] if missing else []
+        return "; ".join(elsewhere) or "all ranks reached this step, but could not communicate"
 
 
 def _described(tensor: torch.Tensor) -> tuple[Any, ...]:

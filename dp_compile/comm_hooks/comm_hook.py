@@ -64,7 +64,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     if isinstance(function, FunctionalHook):
         if not isinstance(state, HookState):
             raise ConfigError(
-                f"functional comm hook {function!r} needs a state that lasts, got {type(state).__name__}. Call "
+                f"the state of functional comm hook {function!r} must be a HookState, got {type(state).__name__}. Call "
                 "register_comm_hook(dp_compile.HookState(), hook)."
             )
         state.check_free()

@@ -289,11 +289,12 @@ def _step(
         _running.runs[unit] = _new_run(gradients, state, names, hook, group)
     run = _running.runs.get(unit)
     if run is None or run.key != hook or run.steps != len(received):
-        raise ReductionError(f"step {len(received)} of comm hook {hook} runs without the one before it.")
+        raise ReductionError(f"step {len(received)} of comm hook {hook} runs, but its previous step has not run.")
     if received and [each.data_ptr() for each in run.given] != [each.data_ptr() for each in (*gradients, *state)]:
         raise ReductionError(
-            f"the compiler hands comm hook {hook} its gradients in other memory than in the step before, where it has "
-            'them from: they may be written over by now. Use ReplicateConfig(backend="aot_eager") with this hook.'
+            f"the compiler passes gradients to comm hook {hook} at other addresses than in its previous step. The "
+            "memory that the hook still reads may have been overwritten. Use "
+            'ReplicateConfig(backend="aot_eager") with this hook.'
         )
     found = run.step(received)
     if run.steps > len(_hook_of(hook).rounds):

@@ -44,7 +44,7 @@ class HookState:
             self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"not the state of a comm hook: {error!r}. Give what HookState.state_dict() gave."
+                f"state_dict is not the state of a comm hook: {error!r}. Pass the result of HookState.state_dict()."
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,6 +131,6 @@ def check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None
         ]
         if kinds[0] != kinds[1]:
             raise ConfigError(
-                f"the state that is loaded for a comm hook does not fit {name}: it has {kinds[0] or 'nothing'}, the "
-                f"hook has {kinds[1] or 'nothing'} of it. Load what was saved with this model and this hook."
+                f"the loaded comm hook state does not match {name}: it has {kinds[0] or 'nothing'}, the hook expects "
+                f"{kinds[1] or 'nothing'}. Load a state that was saved with this model and this hook."
             )

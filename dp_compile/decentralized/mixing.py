@@ -126,16 +126,16 @@ class Mixer:
         for name, parameter, address in zip(self._names, self._parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise ReductionError(
-                    f"parameter {name} lies in other memory than when decentralize() was called, which "
-                    "is not mixed. Copy values into it (parameter.data.copy_()) in place of a new tensor."
+                    f"the storage of parameter {name} was replaced after decentralize(), so it is no longer mixed. "
+                    "Copy values into the parameter (parameter.data.copy_()) instead of assigning a new tensor."
                 )
         replica, pairs = self._replica(), zip(self._versions, map(autograd.version_of, self._parameters), strict=True)
         if replica is not None and (changed := [
             index for index, (then, now) in enumerate(pairs) if then != now and index not in replica.state.local.exempt
         ]):  # fmt: skip
             raise ReductionError(
-                f"{replica.name_list(changed)} changed between two steps, after being sent to be mixed, which would "
-                "undo it. Change parameters with load_state_dict() of the whole module, after "
+                f"{replica.name_list(changed)} changed between two steps while their exchange was in flight. Mixing "
+                "would overwrite the change. Change parameters with load_state_dict() of the whole module, after "
                 "global_avg(will_revert=False), or in the optimizer's step()."
             )
         edge, _ = self._in_flight
@@ -216,7 +216,7 @@ class Mixer:
             CommunicationError, DesyncError: ranks did not come, or are at another step.
         """
         if self.kept:
-            raise ReductionError("parameters are the average of all ranks already. Call revert_global_avg() before.")
+            raise ReductionError("parameters already hold the global average. Call revert_global_avg() first.")
         tensors = [each for bucket in self.buckets for each in bucket.own]
         if buffers and (replica := self._replica()) is not None:
             tensors += [each for each in replica.buffers if each.is_floating_point()]
@@ -240,7 +240,7 @@ class Mixer:
             ReductionError: there is none.
         """
         if not self.kept:
-            raise ReductionError("parameters are not an average that could be taken back. Call global_avg() before.")
+            raise ReductionError("there is no global average to revert. Call global_avg() first.")
         with torch.no_grad():
             for tensor, value in self.kept:
                 tensor.copy_(value)

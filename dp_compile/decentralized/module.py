@@ -93,11 +93,11 @@ def decentralize(
     options = _options(config)
     refuse_dtensors(unwrap(module), CALL)
     if parts_of(unwrap(module)):
-        raise ModuleError("a part of the module is replicated already: its gradients are reduced. Replicate no part.")
+        raise ModuleError("a part of the module is replicated already. Call dp_compile.unreplicate(part) first.")
     replicate(module, config=options)
     try:
         if isinstance(state_of(module), Pending):
-            raise ModuleError("the module has parameters without values. Run a forward, or give them values, before.")
+            raise ModuleError("the module has lazy or meta parameters. Run a forward, or initialise them, first.")
         replica = replica_of(module)
         with telling_the_others(replica, CALL):
             _check(grad_clip_norm, scaler, bucket_size_in_mb)
@@ -220,9 +220,9 @@ def _warn_of_own_parameters(module: nn.Module, *_: Any) -> None:
         return
     mixer.has_warned = True
     warnings.warn(
-        "the state_dict of a decentralized module has the parameters of this rank, other ranks have others. For the "
-        "model that was trained take it inside `with model.global_average():`, which every rank enters. This warning "
-        "is given once.",
+        "state_dict() of a decentralized module returns the parameters of this rank, which differ from those of other "
+        "ranks. For the trained model, call it inside `with model.global_average():` on every rank. This warning is "
+        "issued once.",
         stacklevel=3,
     )
 
@@ -230,8 +230,8 @@ def _warn_of_own_parameters(module: nn.Module, *_: Any) -> None:
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:
     if isinstance(module, DecentralizedModule) and mixing_of(module).mixer.kept:
         raise ReductionError(
-            "load_state_dict() while parameters are the average of all ranks, which will be taken back: what is loaded "
-            "would be lost. Load outside of global_average(), or call revert_global_avg() before."
+            "load_state_dict() was called while parameters hold the global average. Reverting the average would "
+            "discard the loaded values. Load outside of global_average(), or call revert_global_avg() first."
         )
 
 

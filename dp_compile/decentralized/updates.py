@@ -61,8 +61,8 @@ class MixingUpdates(Updates):
             raise ReductionError(self._broken)
         if self.mixer.kept:
             raise ReductionError(
-                "a backward while parameters are the average of all ranks, which will be taken back: what it learns "
-                "would be lost. Train outside of global_average(), or call revert_global_avg() before."
+                "a backward ran while parameters hold the global average. Reverting the average would discard its "
+                "update. Train outside of global_average(), or call revert_global_avg() first."
             )
 
     def wanted(self, *, keep_graph: bool) -> Wanted:

@@ -76,7 +76,7 @@ class Registry:
             CommunicationError: the training has ended.
         """
         if not self._wait(key, math.inf, unless=ENDED):
-            raise CommunicationError(f"process {self.process} came too late to join: the training has ended.")
+            raise CommunicationError(f"process {self.process} cannot join: the training has ended.")
         return json.loads(self.store.get(key))
 
     def leave(self, process: str = "") -> None:
@@ -132,13 +132,13 @@ class Registry:
             members = Members.of(json.loads(self.store.get(verdict)))
             if len(members.processes) < min_ranks:
                 raise TooFewRanksError(
-                    f"{len(members.processes)} of the ranks are left, training needs {min_ranks}. Restart it from a "
+                    f"remaining ranks: {len(members.processes)}, min_ranks: {min_ranks}. Restart training from a "
                     "checkpoint, or pass a smaller min_ranks."
                 )
             if self.process not in members.processes:
                 raise LeftOutError(
-                    f"the other ranks went on without process {self.process}, which came more than {grace_s:g} s "
-                    "after them: it was slow, suspended or cut off. End it; a new one may join."
+                    f"process {self.process} was excluded: it reached the rendezvous more than {grace_s:g} s after "
+                    "the other ranks (slow, suspended, or network partition). End the process; a new one may join."
                 )
             return members
 

@@ -170,7 +170,7 @@ class Training:
         if self._has_left:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
-            raise ConfigError("a step of elastic.Training inside join(): ranks without inputs would not take part.")
+            raise ConfigError("elastic.Training is not supported inside join(): ranks without inputs run no steps.")
         self._has_stepped = False
         self._versions = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
         self._buffers = [(each, each.clone()) for replica in self._replicas() for each in replica.buffers]
@@ -223,7 +223,7 @@ class Training:
         )
         lost = [each for each in before if each not in self._members.processes]
         new = [each for each in self._members.processes if each not in before]
-        logger.warning("generation %d: lost %s, new %s", self.generation, lost or "none", new or "none")
+        logger.warning("generation %d: lost processes: %s; new: %s", self.generation, lost or "none", new or "none")
         self._form_or_meet()
 
     def _form_or_meet(self) -> None:
@@ -235,7 +235,7 @@ class Training:
                 self._has_left = True
                 self._registry.leave()
                 raise
-            logger.warning("a rank was lost while %d formed a group: %s", len(self._members.processes), error)
+            logger.warning("a rank was lost while %d processes formed a group: %s", len(self._members.processes), error)
             self._meet()
 
     def _form(self) -> None:
@@ -259,13 +259,13 @@ class Training:
         most = max(each.steps for each in found)
         if most < 0:
             raise LostStateError(
-                "every rank that is left had changed parameters when a rank was lost. Restore a checkpoint."
+                "every remaining rank had already updated parameters when a rank was lost. Restore a checkpoint."
             )
         source = next(number for number, each in enumerate(found) if each.steps == most)
         if own.statement != found[source].statement:
             raise DesyncError(
-                f"process {self._registry.process} replicates something else than rank {source}: "
-                f"{first_difference(found[source].statement, own.statement)}. Start all with one script."
+                f"process {self._registry.process} differs from rank {source}: "
+                f"{first_difference(found[source].statement, own.statement)}. Start all processes with the same script."
             )
         if any(each[::2] != found[source][::2] for each in found):
             self._copy(source, is_behind=own[::2] != found[source][::2])
@@ -369,11 +369,11 @@ def _check(replica: Replica) -> None:
     hook = replica.planning.comm_hook
     if hook is not None and hook.averaging.hook is not None:
         raise ConfigError(
-            f"comm hook {hook.name} of {replica.names[0]} has a state, or a group, that a process which joins lacks. "
-            "Use one that only casts, or none."
+            f"comm hook {hook.name} of {replica.names[0]} has a state or a process group, which a joining process does "
+            "not have. Use a hook that only casts, or none."
         )
     if replica.after.updates:
         raise ConfigError(
-            f"an optimizer updates {replica.names[0]} in the backward: a rank that is lost there leaves parameters "
-            "that are updated in part. Call optimizer.step() instead."
+            f"an optimizer updates {replica.names[0]} in the backward. The loss of a rank in the backward would leave "
+            "parameters partially updated. Use the optimizer without in_backward(), and call optimizer.step()."
         )

@@ -184,9 +184,9 @@ def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Seque
     if found:
         name, through = found[0]
         raise ReductionError(
-            f"a backward inside a captured backward, as of reentrant checkpointing, reaches the parameter {name} "
-            f"through {through}, which the captured one goes through too: gradients would be lost. Use "
-            "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
+            f"a backward nested in a captured backward (reentrant checkpointing) reaches the parameter {name} through "
+            f"{through}. The captured backward traverses the same node, so gradients would be lost. Use "
+            "checkpoint(..., use_reentrant=False), compile the whole forward, or compile none of it."
         )
 
 
@@ -281,7 +281,11 @@ def _leave(state: BackwardState, error: BaseException) -> None:
     except Exception as another:
         if is_of_other_ranks(another):
             raise
-        logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
+        logger.warning(
+            "this rank failed and could not launch its remaining collectives; other ranks wait for them until their "
+            "time-out",
+            exc_info=True,
+        )
 
 
 def _follow(state: BackwardState, error: BaseException) -> None:
@@ -630,8 +634,8 @@ def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) 
     if times < COMES_AGAIN:
         history.structures[structure] = times + 1
         return (
-            f"its graph changes, {history.compiled_for_plan()} of its graphs are compiled, and another one only when "
-            f"it has come {COMES_AGAIN} times"
+            f"its autograd graph varies: {history.compiled_for_plan()} graphs are compiled, and a further graph only "
+            f"after {COMES_AGAIN} uses"
         )
     return None
 

@@ -156,9 +156,9 @@ class _Sweep:
                 return fit(samples)
         times_ms = [taken * 1e3 for _, taken in samples]
         raise ConfigError(
-            f"no bandwidth was found: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took {min(times_ms):.3g} to "
-            f"{max(times_ms):.3g} ms, not more for more bytes, in {SWEEPS} sweeps. Calibrate again when nothing else "
-            "runs on these machines."
+            f"no bandwidth could be fitted: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took "
+            f"{min(times_ms):.3g} to {max(times_ms):.3g} ms in {SWEEPS} sweeps, and the time does not grow with "
+            "the size. Calibrate again when nothing else runs on these machines."
         )
 
     def _times_s(self, nbytes: int, stages: Sequence[Stage]) -> list[float]:

@@ -242,9 +242,9 @@ class CompiledBackward:
                 f"{names.get(place, place)} {found[place]} times" for place in (expected - found) + (found - expected)
             ]
             raise ReductionError(
-                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse, and no "
-                "nn.Embedding(sparse=True) says so? Compute it with sparse=False. If not, something traced the hooks "
-                "wrongly; please report it with the model."
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once each. Is a gradient sparse that "
+                "no nn.Embedding(sparse=True) declares? Compute it with sparse=False. Otherwise hooks were traced "
+                "incorrectly; please report this error with the model."
             )
 
     def _compile_with_passes(
@@ -294,7 +294,7 @@ class CompiledBackward:
 
         def run(*args: Any) -> Any:
             if self._updates and memory_of([*_flat(args)], self._written()) != shares:
-                raise OtherMemory("tensors of a captured backward share memory in another way than before")
+                raise OtherMemory("the inputs of a captured backward alias differently than at compilation")
             meet_before_launch(self._settling)
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
@@ -412,9 +412,9 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
         if (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.rehearses:
             logger.warning(
-                "synchronised backward %d compiled new code: the step took %.1f s longer for that, and more if its "
-                "forward was, too. A size, a set of used parameters or a mode that is new does that; "
-                "dp_compile.warmup() with such a batch does it before training.",
+                "synchronised backward %d compiled new code, which added %.1f s to the step; a recompiled forward adds "
+                "more. Causes: a new input size, a new set of used parameters, or a new mode. dp_compile.warmup() with "
+                "such a batch compiles it before training.",
                 done + 1,
                 seconds,
             )

@@ -217,7 +217,7 @@ def _who_failed(replica: Replica, number: int) -> str:
                 texts.append(f"; rank {rank} left backward {done + 1} with an error: {table.store.get(key).decode()}")
     return (
         f"rank {own}, module of {replica.names[0]}: synchronised backward {done + 1} is void{''.join(texts[:4])}. No "
-        "rank has its averages. Clear the gradients on every rank (zero_grad) and go on, or stop."
+        "rank has averaged gradients. Call zero_grad() on every rank and continue, or stop."
     )
 
 
@@ -271,7 +271,7 @@ def _unused_message(replica: Replica, reduced: _Reduced) -> str:
     gone = [index for index in here if replica.is_gone(index)]
     if gone:
         return (
-            f"parameters {parts}. No longer in the module, where others took their places after replicate(): "
+            f"parameters {parts}. No longer in the module, because they were tied or replaced after replicate(): "
             f"{replica.name_list(gone)}. Tie or replace parameters before replicate(), or call unreplicate() and "
             "replicate() again."
         )

@@ -346,10 +346,10 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
     more = f", and {len(places) - 1} more" if len(places) > 1 else ""
     return (
         f"parameters differ between ranks after {sums.after} synchronised backwards: {replica.names[first]} on "
-        f"{ranks_in_words(others)} is not what it is on {ranks_in_words(same)}{more}. Parameters were changed on some "
-        "ranks only, or differently: weights that one rank loaded or edited alone, gradients that were set by hand "
-        "(torch.autograd.grad) and so not reduced, a step that some ranks skipped. Load on every rank, reduce such "
-        f"gradients with torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if that is meant."
+        f"{ranks_in_words(others)} has other values than on {ranks_in_words(same)}{more}. Possible causes: weights "
+        "loaded or edited on some ranks only; gradients set by hand (torch.autograd.grad), which are not reduced; a "
+        "step skipped on some ranks. Load weights on every rank, reduce such gradients with "
+        f"torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if the difference is intended."
     )
 
 
@@ -359,8 +359,8 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
 def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any]) -> None:
     """Raise on every rank if a reduced gradient holds a NaN or an infinity. Reads one number back from the device.
 
-    The sum of a bucket is not finite on all ranks as soon as one rank's contribution was not, so all ranks decide the
-    same without a message, and only then compare what their backwards started from.
+    A non-finite contribution of one rank makes the reduced gradient non-finite on every rank, so all ranks take the
+    same branch. Only then do they exchange whether their loss was finite.
 
     Raises:
         ReductionError: names the parameters, and the ranks whose loss was not finite.
@@ -373,8 +373,8 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs:
     finite = not any(_is_bad(each) for each in outputs if isinstance(each, torch.Tensor))
     stated = exchange(table_in_backward(replica), meeting(replica, "finite"), finite)
     origin = (
-        "The loss was finite on every rank: a backward made them, or a sum or a gradient is too large for the dtype in "
-        "which it travels. torch.autograd.set_detect_anomaly(True) names the operation, if a backward did."
+        "The loss was finite on every rank, so an operation of the backward produced them, or a gradient or a sum "
+        "overflowed its wire dtype. torch.autograd.set_detect_anomaly(True) names the operation in the first case."
     )
     if culprits := [rank for rank, each in enumerate(stated) if not each]:
         origin = f"The loss was not finite on {ranks_in_words(culprits)} of the group."

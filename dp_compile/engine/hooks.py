@@ -55,8 +55,8 @@ class GradHook:
         replica = self._replica()
         if replica is None:
             raise ReductionError(
-                f"{self.name} got a gradient that is not reduced: every module that held the parameter is gone, and "
-                "its replication with them. Keep the module that was given to replicate(), or a part of it."
+                f"the gradient of {self.name} is not reduced: every replicated module that held the parameter was "
+                "deleted. Keep a reference to the module that was given to replicate(), or to a part of it."
             )
         if torch.compiler.is_dynamo_compiling():
             raise ReductionError(
@@ -83,15 +83,15 @@ class LocalArrivals:
 
 @dataclass(frozen=True, slots=True)
 class NoArrivals:
-    """A backward that was captured as one graph: the reductions are in the graph, and no hook is called."""
+    """Hook target in a captured backward. The graph contains the reductions, so a hook that runs is an error."""
 
     replica: Replica
 
     def arrive(self, index: int) -> None:
         raise ReductionError(
-            f"the gradient of {self.replica.names[index]} was completed inside an operator of a captured backward: a "
-            "backward runs in it that no graph shows. Run it in a torch.autograd.Function instead, or leave the "
-            "forward that holds the operator uncompiled."
+            f"the gradient of {self.replica.names[index]} was completed inside an operator of a captured backward: the "
+            "operator runs a nested backward, which the graph cannot represent. Run it in a torch.autograd.Function "
+            "instead, or do not compile the forward that calls the operator."
         )
 
 
@@ -360,8 +360,8 @@ class ReductionRound:
             return None
         if grad.layout is not torch.strided:
             raise ReductionError(
-                f"the gradient of {self.replica.names[index]} is sparse, and no nn.Embedding or nn.EmbeddingBag of the "
-                "module says so. Use one of these, with sparse=True, or compute it with sparse=False."
+                f"the gradient of {self.replica.names[index]} is sparse, but no nn.Embedding or nn.EmbeddingBag of the "
+                "module declares it. Use one of these with sparse=True, or compute the gradient with sparse=False."
             )
         return grad if self.replica.module.is_plain else own_view(grad)
 
@@ -469,8 +469,8 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
     if replica.state.sync and (not replica.state.reduces_gradients or replica.after.parts_to is not None):
         what = "sharded optimizer" if replica.state.reduces_gradients else "step at the end of each backward"
         raise ReductionError(
-            f"the module of {replica.names[0]}, with a {what}, is reached only by a backward inside another one, as of "
-            "reentrant checkpointing, or by one that C++ started. Use checkpoint(..., use_reentrant=False)."
+            f"the module of {replica.names[0]}, with a {what}, is reached only by a nested backward (reentrant "
+            "checkpointing) or by a backward launched from C++. Use checkpoint(..., use_reentrant=False)."
         )
     if not replica.reduces:
         return LocalArrivals(replica)

@@ -66,17 +66,17 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
         how = f"gave up in {backward}" if other.gave_up else f"left {backward} with an error"
         return 2 - other.gave_up, f"{how}: {other.failed}"
     if status.left:
-        return 2, f"has left {after}: did it skip a step, or have less data?"
+        return 2, f"exited {after}: did it skip a step, or have less data?"
     if other[:2] == own[:2]:
         return 0, "waits in the same place"
     doing = f"in {backward} with {count(other.launched, 'collective')} launched"
-    doing = ", ".join(filter(None, (f"in no backward {after}" if other.launched < 0 else doing, status.place)))
+    doing = ", ".join(filter(None, (f"outside any backward {after}" if other.launched < 0 else doing, status.place)))
     if other[:2] > own[:2]:
         return 0, f"is ahead, {doing}"
     number = max(0, other.launched) if other.done == own.done else 0
     is_bucket = number < len(buckets)
     missing = f"bucket {number} of {len(buckets)} ({buckets[number]}, ...)" if is_bucket else f"collective {number}"
-    return 2, f"is waited for in {missing}: it is {doing}"
+    return 2, f"has not launched {missing}: it is {doing}"
 
 
 class Watched:
@@ -133,8 +133,8 @@ class Watched:
             text = f"rank {rank}, module of {replica.names[0]}: synchronised backward {own.done + 1}, {own.launched}"
             text += f"{f' of {len(buckets)}' if buckets else ''} collectives launched; "
             if statuses is None:
-                text += "who is missing is not known: the key-value store does not answer, it ended with rank 0 or "
-                text += f"with the launcher; or the monitor is off ({MONITOR_VARIABLE})"
+                text += "the late rank is unknown: the key-value store does not answer (rank 0 or the launcher, which "
+                text += f"serves it, has exited), or the monitor is off ({MONITOR_VARIABLE})"
             else:
                 others = {each: statuses.get(each) for each in groups[topic] if each != rank}
                 text += explain(topic, own, buckets, others)

@@ -151,11 +151,11 @@ def _round(table: Table, topic: str, value: Any, judge: Callable[[dict[int, Any]
     verdict, named = table.read(
         f"{topic}/verdict",
         2 * table.timeout_s,
-        f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
-        f"{call or 'the same'}, for the same modules in the same order?",
+        f"{call or topic}: rank 0 did not publish the result of the comparison within {2 * table.timeout_s:g} s. Is it "
+        f"alive, and does it call {call or 'the same'}, for the same modules in the same order?",
     )
     if named:
-        deed = f"called {call}" if call else "come to this place"
+        deed = f"called {call}" if call else "reached this synchronisation point"
         raise MissingRankError(f"{call or topic}: {named} not {deed} after {table.timeout_s:g} s")
     return verdict
 
@@ -183,7 +183,7 @@ def _complaints(stated: Mapping[int, Statement]) -> list[str]:
     own, complaints = stated[0], []
     for rank, other in stated.items():
         if "error" in other:
-            complaints.append(f"rank {rank} cannot go on: {other['error']}")
+            complaints.append(f"rank {rank} failed: {other['error']}")
         elif "error" not in own and other != own:
             complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
     return complaints

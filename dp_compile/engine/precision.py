@@ -139,8 +139,9 @@ class Precision:
             # Tensors of inference mode have no version.
             if not each.cast.is_inference() and autograd.version_of(each.cast):
                 raise ModuleError(
-                    f"the forward changed its parameter {each.name} in place, which mixed precision would lose: it is "
-                    f"a cast to {self.param_dtype} there. Call replicate() first on its module, without param_dtype."
+                    f"the forward changed its parameter {each.name} in place. With mixed precision the change is lost: "
+                    f"the forward uses a copy cast to {self.param_dtype}. Call replicate() first on the module that "
+                    "owns the parameter, without param_dtype."
                 )
 
     @contextlib.contextmanager
@@ -229,8 +230,8 @@ def make_precision(
         return None
     if "forward" in vars(module):
         raise ModuleError(
-            f"the forward of {class_name(module)} was set on the object itself, as accelerate does: a mixed "
-            "precision policy would not act in it. Call replicate() before that."
+            f"{class_name(module)} has a forward() set on the instance, as accelerate does, which bypasses mp_policy. "
+            "Call replicate() before forward() is set."
         )
     sites: tuple[tuple[CastSite, ...], ...] = ()
     if policy.param_dtype is not None:
@@ -268,8 +269,9 @@ def _cast_sites(
                 continue
             if name == "weight" and getattr(owner, "max_norm", None) is not None and is_other:
                 raise ModuleError(
-                    f"{full} is changed by its module's forward (max_norm), which mixed precision would lose: it is a "
-                    "cast there. Call replicate() first on that module, without param_dtype."
+                    f"{full} is changed in place by its module's forward (max_norm). With mixed precision the change "
+                    "would be lost: the forward uses a cast copy. Call replicate() first on that module, without "
+                    "param_dtype."
                 )
             site = (tuple(prefix.split(".")) if prefix else (), owner if prefix else None, name)
             found.setdefault(id(parameter), []).append(site)
@@ -286,6 +288,6 @@ def install_precision(module: nn.Module, precision: Precision | None) -> None:
 
 
 def precision_of(module: nn.Module) -> Precision | None:
-    """How a module computes, if not as it is."""
+    """The mixed precision that `install_precision` set on a module, or `None`."""
     found: Precision | None = vars(module).get(ATTRIBUTE)
     return found

@@ -40,7 +40,7 @@ _IS_THERE: Final[Mapping[str, Callable[[Replica], bool]]] = {
     TWO_LEVELS: lambda replica: replica.group.levels is not None,
 }
 
-_TWO_AVERAGES: Final = "a comm hook would say otherwise how gradients are averaged. Give one."
+_TWO_AVERAGES: Final = "a comm hook would average gradients differently. Use one of the two."
 _OF_A_PLAN: Final = (
     "{added} reduces the buckets of a plan, over all ranks at once: %s. Leave that option as it is by default, or use "
     "another hook."
@@ -50,16 +50,16 @@ _WHOLE: Final = (
     "in_backward() without shard=True."
 )
 _IS_SPARSE: Final = (
-    "the gradient of {sparse} is sparse, which {added} cannot be combined with. Build its module with sparse=False, or "
-    "leave that out."
+    "the gradient of {sparse} is sparse, and {added} does not support sparse gradients. Build its module with "
+    "sparse=False, or leave that out."
 )
 _NOT_SHARDED: Final = "the optimizer of this module cannot be sharded: %s. Use shard=False."
 
 _TABLE: Final[Mapping[tuple[str, str], str]] = {
-    (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced: how they are averaged has no meaning.",
-    (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which says what gradients are divided by.",
+    (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced, so their averaging cannot be configured.",
+    (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which determines the divisor of gradients.",
     (COMM_HOOK, SHARD): _WHOLE,
-    (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Register one, once.",
+    (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Only one may be registered.",
     (COMM_HOOK, HAS_RUN): "a backward of {module} has run already. Register comm hooks before the first one.",
     (FUNCTIONAL_HOOK, TWO_LEVELS): _OF_A_PLAN % "the device_mesh has two dimensions",
     (CALLED_HOOK, TWO_LEVELS): (
@@ -69,8 +69,8 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (COMM_HOOK, REDUCE_DTYPE): "{module} has a reduce_dtype in its mp_policy: " + _TWO_AVERAGES,
     (COMM_HOOK, DIVIDE_FACTOR): "{module} has gradient_divide_factor: " + _TWO_AVERAGES,
     (HOOK_OF_VALUES, DTENSORS): (
-        "{added} would see parts of gradients, as {dtensor} is a DTensor: what it makes of them would depend on how "
-        "they are cut. Use a hook of torch's that only casts, with the module's group as its state, or "
+        "{added} would receive local shards of gradients, because {dtensor} is a DTensor, and its result would depend "
+        "on the sharding. Use a hook of torch's that only casts, with the module's group as its state, or "
         "mp_policy=MixedPrecisionPolicy(reduce_dtype=...)."
     ),
     (COMM_HOOK, SPARSE): _IS_SPARSE,

@@ -103,8 +103,8 @@ def explanation_of(step: Step) -> Explanation:
     """
     if step.measured is not None and len(step.measured.buckets) not in (0, len(step.plan.buckets)):
         raise ConfigError(
-            f"the plan has {len(step.plan.buckets)} buckets, {len(step.measured.buckets)} were measured. Measure under "
-            "the plan that is to be explained."
+            f"the plan has {len(step.plan.buckets)} buckets, but the measurement has {len(step.measured.buckets)}. "
+            "Measure a run with this plan."
         )
     forward_s, alone = step.forward_s if step.has_two_halves else 0.0, step.world_size == 1
     bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE

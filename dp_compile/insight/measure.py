@@ -77,7 +77,7 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
         raise ModuleError("measure() times reductions; no gradient of this module is reduced. Use torch.profiler.")
     if autograd.profiler_is_on():
         raise ModuleError(
-            "torch.profiler records already, in another measure() block or for you, and there is one in a process. "
+            "torch.profiler is active already, in another measure() block or in your code; a process can run only one. "
             "Leave its block first, or read its trace: dp_compile.insight.profile.with_profile(step_of(model), file)."
         )
     on_gpu = replica.device.type == "cuda"

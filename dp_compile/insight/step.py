@@ -356,7 +356,7 @@ class Step:
                 return Step(**data | {name: read(data[name]) for name, read in _READERS.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
-        raise ConfigError(f"the step file is of version {version!r}, readable is {STEP_VERSION}. Save it again.")
+        raise ConfigError(f"the step file has version {version!r}, this release reads {STEP_VERSION}. Save it again.")
 
 
 def _each(kind: Callable[..., Any]) -> Callable[[list[Any]], tuple[Any, ...]]:

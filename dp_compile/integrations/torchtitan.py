@@ -111,10 +111,10 @@ class _Steps(Installed):
         kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
         if kept is not None and bool(kept.any()):
             raise ModuleError(
-                f"{class_name(module)} has gradients that are reduced already, at forward {self._done + 1}: a step of "
-                f"this job is {self._micro_steps}, by training.global_batch_size and training.local_batch_size. A "
-                "trainer that accumulates over other numbers has to say so there, and set gradients to zero in "
-                "between."
+                f"{class_name(module)} has reduced gradients from an earlier step at the start of a step (forward "
+                f"{self._done + 1}). A step has {self._micro_steps} forwards, according to training.global_batch_size "
+                "and training.local_batch_size. Set these to the accumulation of the trainer, and zero gradients "
+                "between steps."
             )
 
 
@@ -175,9 +175,9 @@ def _refuse_chunks(model: nn.Module) -> None:
     """In the first forward: the loss is none of what a `parallelize_fn` is given."""
     if getattr(model, "_skip_lm_head", False):
         raise ConfigError(
-            "the job's loss is a ChunkedLossWrapper, which runs backwards of lm_head piece by piece, without the "
-            "model's own; dp_compile reduces the gradients of a whole backward. Give the job the loss that is inside "
-            "of it: config.loss = config.loss.loss_fn."
+            "the job's loss is a ChunkedLossWrapper, which runs a separate backward of lm_head for each chunk; "
+            "dp_compile reduces the gradients of one whole backward. Use the wrapped loss: "
+            "config.loss = config.loss.loss_fn."
         )
 
 

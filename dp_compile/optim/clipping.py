@@ -27,19 +27,19 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, for plain parameters and DTensors together.
 
-    torch's function takes DTensors of one mesh, and no others. Here what is sharded over a mesh is added up over it,
-    what is replicated counts once, and the norm is a plain tensor, the same on every rank. Call it on all ranks of the
-    mesh, after the backward. Without DTensors it is torch's function.
+    torch's function accepts DTensors of one mesh only, without plain tensors. This one all-reduces the norms of sharded
+    gradients over their mesh and counts replicated gradients once. Collective: call it on all ranks of the mesh, after
+    the backward. Without DTensors it calls torch's function.
 
     Args:
-        parameters: one, or several, whose gradients are clipped in place.
-        max_norm: the norm that they have at most afterwards, all together.
-        norm_type: of which order the norm is, above zero; may be `math.inf`.
-        error_if_nonfinite: raise if the norm is.
-        foreach: which kernels to use; `None`: torch chooses.
+        parameters: one parameter, or several; their gradients are clipped in place.
+        max_norm: upper bound of the total norm after clipping.
+        norm_type: order of the p-norm, above zero; may be `math.inf`.
+        error_if_nonfinite: raise if the total norm is NaN or infinite.
+        foreach: use foreach kernels; `None`: torch chooses.
 
     Returns:
-        The norm of all gradients together, before.
+        The total norm before clipping: a plain tensor, equal on every rank.
 
     Raises:
         ConfigError: `norm_type` is not above zero, and there are DTensors.

@@ -178,9 +178,8 @@ class Pending(ABC):
                 names, deferred = self.replica.name_list(self.indices), self.deferred
                 assert deferred is not None
                 deferred.failed = deferred.failed or (
-                    f"the update of {names} failed ({type(error).__name__}), which was left for the next forward. "
-                    "Parameters are partially updated: load a checkpoint, with optimizer.load_state_dict() too, which "
-                    "ends this state."
+                    f"the deferred update of {names} failed ({type(error).__name__}). Parameters are partially "
+                    "updated: load a checkpoint, including optimizer.load_state_dict(), which clears this error."
                 )
                 raise
 
@@ -201,7 +200,7 @@ class Pending(ABC):
         if written:
             raise ReductionError(
                 f"{self.replica.name_list(written)} changed while an update was in flight (overlap_forward=True). "
-                "Call dp_compile.optim.synchronize(model) before parameters are changed past the module's methods."
+                "Call dp_compile.optim.synchronize(model) before changing parameters directly."
             )
 
     def _finish(self) -> None:

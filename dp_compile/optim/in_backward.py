@@ -151,7 +151,7 @@ def _check_only(replica: Replica, mine: Sequence[int]) -> None:
         if other.is_alive and (both := sorted({*mine} & {*other.setup.indices()})):
             raise ConfigError(
                 f"another optimizer updates {replica.name_list(both)} in the backward already. Call "
-                "dp_compile.optim.remove_in_backward(other_optimizer) before."
+                "dp_compile.optim.remove_in_backward(other_optimizer) first."
             )
 
 

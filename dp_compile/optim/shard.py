@@ -136,8 +136,8 @@ class Shard(Part):
         replica, optimizer = self.setup.replica, self.setup.optimizer
         if type(optimizer) not in ELEMENT_WISE:
             raise ConfigError(
-                f"{type(optimizer).__name__} cannot be sharded: it looks at a parameter as a whole, and ranks have "
-                f"parts. Use shard=False, or one of {', '.join(each.__name__ for each in ELEMENT_WISE)}."
+                f"{type(optimizer).__name__} cannot be sharded: its update needs whole parameters, and ranks hold "
+                f"shards. Use shard=False, or one of {', '.join(each.__name__ for each in ELEMENT_WISE)}."
             )
         check_supported(replica, (SHARD,))
         self._check(replica, optimizer)
@@ -162,15 +162,15 @@ class Shard(Part):
             if index is None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} in this {type(optimizer).__name__} is not in the "
-                    "module, which reduces no part of its gradient. Give it to another optimizer."
+                    "module, so its gradient is not reduce-scattered. Give it to another optimizer."
                 )
             name = replica.names[index]
             if parameter.is_complex() or index in replica.module.sparse:
                 what = "is complex" if parameter.is_complex() else "has sparse gradients"
-                raise ConfigError(f"{name} {what}: it is not cut. Use shard=False.")
+                raise ConfigError(f"{name} {what} and cannot be sharded. Use shard=False.")
             if parameter.stride() != dense_strides(parameter):
                 raise ConfigError(
-                    f"{name} has strides {parameter.stride()}, with gaps in its memory: it cannot be cut. Make it "
+                    f"{name} has strides {parameter.stride()}, with gaps in its memory, and cannot be sharded. Make it "
                     "contiguous before replicate()."
                 )
         self.setup.indices()
@@ -187,9 +187,9 @@ class Shard(Part):
             sides = zip(parameter.shape, parameter.stride(), stride, strict=True)
             if any(size != 1 and now != then for size, now, then in sides):
                 raise kind(
-                    f"{self.names[index]} has strides {parameter.stride()}, it had {tuple(stride)} when replicate() "
-                    "was called: gradients come in that order, of which each rank updates a part. Call "
-                    "to(memory_format=...) before replicate()."
+                    f"the strides of {self.names[index]} are {parameter.stride()}, but were {tuple(stride)} when "
+                    "replicate() was called. Gradients keep that memory order, and each rank updates a shard in it. "
+                    "Call to(memory_format=...) before replicate()."
                 )
 
     def _cover(self, replica: Replica) -> None:
@@ -443,9 +443,9 @@ class Shard(Part):
                 parameter.grad = None
             elif parameter.grad is not None:
                 return (
-                    f"{self.names[index]} has a gradient that no synchronised backward of its module has brought, and "
-                    "each rank has a part of the optimizer only. Run a backward outside of no_sync(), set no .grad by "
-                    "hand; and once the module is not replicated any more, load "
+                    f"the gradient of {self.names[index]} is not the result of a synchronised backward of its module, "
+                    "and each rank holds a shard of the optimizer state only. Run the backward outside of no_sync(), "
+                    "and do not set .grad by hand. If the module is no longer replicated, load "
                     "dp_compile.optim.full_state_dict(optimizer) into another optimizer."
                 )
         return ""
@@ -494,7 +494,9 @@ class Shard(Part):
         # Without a scaler a GPU is not waited for: the next backward says that parameters differ.
         if (device.type == "cpu" or scaler is not None) and bool(both[2] > 0):
             held.release()
-            raise VoidBackwardError("another rank failed before the update, which no rank does: its log says why.")
+            raise VoidBackwardError(
+                "another rank failed before the update, so no rank applies it. See the log of the failed rank."
+            )
         for each in found:
             each.copy_((both[1:2] > 0).view(each.shape))
         if setup.max_norm is not None:

@@ -231,7 +231,8 @@ class Update:
             self._failed = (
                 f"a backward failed ({type(error).__name__}) after the optimizer had updated {len(setup.updated)} of "
                 f"{len(setup.covered)} parameters in it: {setup.replica.name_list(sorted(setup.updated))}. Parameters "
-                "are partially updated: load a checkpoint, with optimizer.load_state_dict() too, which ends this state."
+                "are partially updated: load a checkpoint, including optimizer.load_state_dict(), which clears this "
+                "error."
             )
 
     def left_out(self, error: BaseException) -> None:
@@ -256,8 +257,8 @@ class Update:
             return self._broken
         if self._options and (changed := what_changed(self._options, optimizer)):
             return (
-                f"{changed} between the backward and optimizer.step(): the backward has updated already, with what it "
-                "found. Set options, and step schedulers, before the backward or after optimizer.step()."
+                f"{changed} between the backward and optimizer.step(): the backward has updated already, with the old "
+                "value. Set options, and step schedulers, before the backward or after optimizer.step()."
             )
         if self.setup.given_scaler is None and hasattr(optimizer, "found_inf"):
             return (

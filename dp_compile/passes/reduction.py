@@ -37,7 +37,7 @@ class Ops(Protocol[TensorT]):
     """What a reduction is made of: nodes in a graph, or tensors at once."""
 
     def factors(self, reduction: Reduction) -> tuple[float | TensorT, float | TensorT]:
-        """By what each contribution, and the result, is multiplied."""
+        """Return `(scale, post_scale)`: multipliers for each contribution and for the reduced result."""
 
     def fill(
         self, scale: float | TensorT, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None

@@ -156,7 +156,7 @@ class PlaceUpdates:
         if len(inputs) == len(self.shares):
             number = dict(zip(inputs, self.shares, strict=True))
             if any(node not in number or number[node] < 0 for node in wanted.tensors):
-                raise InvalidGraphError("an optimizer's update is given something else than a parameter")
+                raise InvalidGraphError("an operand of an optimizer update is not a parameter input of the graph")
             mine = {number[node] for node in wanted.tensors}
             others = [node for node in others if number[node] in mine]
         return list(dict.fromkeys([*wanted.tensors, *others]))

@@ -170,7 +170,8 @@ class BucketPlan:
             KeyError, TypeError: a field is missing, unknown or of another kind.
         """
         if data["version"] != PLAN_VERSION:
-            raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it again.")
+            text = f"the plan has version {data['version']!r}, this release reads {PLAN_VERSION}. Save it again."
+            raise ConfigError(text)
         buckets = []
         for bucket in data["buckets"]:
             key = BucketKey(**bucket["key"] | {"reduction": Reduction.from_dict(bucket["key"]["reduction"])})

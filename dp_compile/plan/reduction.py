@@ -241,8 +241,8 @@ class Averaging:
         for factor in (divisor, predivisor):
             if not LEAST_FACTOR <= factor <= MOST_FACTOR:
                 raise ConfigError(
-                    f"gradients can be divided by {LEAST_FACTOR:g} to {MOST_FACTOR:g}, got {factor:g} as "
-                    "gradient_divide_factor: float32 has no room for the result."
+                    f"gradient_divide_factor must be {LEAST_FACTOR:g} to {MOST_FACTOR:g}, got {factor:g}: the result "
+                    "would overflow or underflow float32."
                 )
         if "float16" in (wire, dtype) and (largest := max(divisor, predivisor)) > MOST_IN_FLOAT16:
             raise ConfigError(

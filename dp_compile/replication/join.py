@@ -110,7 +110,7 @@ def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
     check_supported(replica, (JOIN,))
     root = replica.module.outline.root()
     if root is not None and parts_of(root):
-        raise ConfigError("join() does not support a module with parts that were replicated by themselves.")
+        raise ConfigError("join() does not support a module with separately replicated parts.")
     replica.state.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
     return hook
 

@@ -373,7 +373,7 @@ def replica_of(module: nn.Module) -> Replica:
     if isinstance(state, Pending):
         name = class_name(unwrap(module))
         raise ModuleError(
-            f"{name} is not replicated yet: it has parameters without values and starts with its forward."
+            f"{name} is not replicated yet: it has lazy or meta parameters. Replication starts with its first forward."
         )
     return state
 

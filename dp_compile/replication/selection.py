@@ -178,8 +178,9 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
     tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
     if tied:
         raise ModuleError(
-            f"{'; '.join(' = '.join(name for _, name in each) for each in tied)}: a tied parameter lies in a part that "
-            "is replicated already, and outside of it, but it is reduced once. Replicate its modules together."
+            f"{'; '.join(' = '.join(name for _, name in each) for each in tied)}: a tied parameter is used inside and "
+            "outside a part that is replicated already, but it is reduced only once. Replicate these modules in one "
+            "call."
         )
     for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
         apis = distributed.composable_apis(submodule)
@@ -281,8 +282,8 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
         units = distributed.run_wrap_policy(policy, module, set(left_alone))
         if any(units.values()):
             raise ConfigError(
-                "bucket_policy gives options to modules: it can say True or False. Call replicate() first on a module "
-                "that has other options."
+                "bucket_policy returned options for a module; only True or False is allowed. Call replicate() first on "
+                "a module that has other options."
             )
     elif callable(policy):
         units = distributed.run_auto_wrap_policy(policy, module, set(left_alone))

@@ -25,9 +25,9 @@ def check_dtensors(target: Selection, group: Group) -> None:
         shared = sorted(dtensors.ranks_of(tensor) & replicated)
         if len(shared) > 1:
             raise ConfigError(
-                f"{name} is a DTensor whose parts lie on ranks {shared}, and the module is to be replicated over ranks "
-                f"{sorted(replicated)}, these among them: they hold different parts. Replicate over the dimension of "
-                "the mesh that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
+                f"{name} is a DTensor sharded over ranks {shared}, but the module would be replicated over ranks "
+                f"{sorted(replicated)}, which include them. Ranks with different shards cannot be averaged. Replicate "
+                "over the mesh dimension that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
             )
         if name in target.trainable and dtensors.is_partial(tensor):
             raise ModuleError(

@@ -122,7 +122,7 @@ def backward_of(
     require_integer("ranks", ranks, 2)
     require(on != "meta" or backend == "aot_eager", "backend on 'meta'", "'aot_eager': it generates no code", backend)
     if dist.is_initialized():
-        raise ConfigError("a process group is up: backward_of makes a fake one. Destroy it first.")
+        raise ConfigError("a process group is initialised. backward_of() creates a fake one: destroy yours first.")
     # On the meta device the flags of unused parameters have no values to read.
     checks = training.config.check_reductions and on == "cpu"
     config = replace(training.config, backend=backend, check_reductions=checks)

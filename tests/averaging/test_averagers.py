@@ -154,7 +154,7 @@ def missing() -> str:
 
 def test_a_rank_that_does_not_come_is_named(own_ranks: Ranks) -> None:
     said, _ = own_ranks.run(missing)
-    assert "rank(s) 1 did not come" in said
+    assert "rank(s) 1 did not reach this step" in said
 
 
 # --- post-local SGD -------------------------------------------------------------------------------------------------

@@ -168,10 +168,10 @@ class TestAlone:
         other = dp_compile.HookState()
         other.load_state_dict({"backwards": 1, "tensors": {"0.weight": {"error": torch.zeros(3)}}})
         for text, attempt in (
-            ("not the state of a comm hook: KeyError", lambda: state.load_state_dict({"tensors": {}})),
-            (r"does not fit 0.bias: it has nothing, the hook has {'error'", lambda: register(model, other)),
-            ("needs a state that lasts, got NoneType", lambda: register(model, None)),
-            ("has an address in its repr", lambda: register(model, state, dp_compile.FunctionalHook())),
+            ("state_dict is not the state of a comm hook: KeyError", lambda: state.load_state_dict({"tensors": {}})),
+            (r"does not match 0.bias: it has nothing, the hook expects {'error'", lambda: register(model, other)),
+            ("must be a HookState, got NoneType", lambda: register(model, None)),
+            ("contains a memory address", lambda: register(model, state, dp_compile.FunctionalHook())),
         ):
             with pytest.raises(dp_compile.ConfigError, match=text):
                 attempt()
@@ -184,12 +184,12 @@ class TestAlone:
         [
             ("writes, compiled", "wrote to a tensor that it was given"),
             ("writes", "wrote to a tensor that it was given"),
-            ("more rounds", "must yield 1 tensors, its rounds, but yields once more"),
+            ("more rounds", "must yield 1 tensors, one per round, but yields once more"),
             ("no round", "has 1 rounds, but yields 0 tensors only"),
-            ("no tensor", "must yield 1 tensors, its rounds, but yields int"),
-            ("odd parts", "hands out 3 elements for all_to_all, which 2 ranks cannot share evenly"),
+            ("no tensor", "must yield 1 tensors, one per round, but yields int"),
+            ("odd parts", "yields 3 elements for all_to_all, which are not divisible by 2 ranks"),
             ("nothing", "must return the reduced gradients and the state of each, got None"),
-            ("other shapes", r"must return tensors of these kinds: .*\(7, 6\).*, got .*\(42,\)"),
+            ("other shapes", r"must return tensors of shapes and dtypes .*\(7, 6\).*, got .*\(42,\)"),
             ("other names", "must return state with the names that it was given"),
         ],
     )

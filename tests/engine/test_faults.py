@@ -145,8 +145,8 @@ def in_new_group(fault: Callable[[nn.Module], Any]) -> str:
 def test_a_rank_stalls(survivors: Ranks) -> None:
     waiting, late = survivors.run(in_new_group, stall, timeout_s=HANGS_AFTER_S)
     assert waiting.startswith("CommunicationError: rank 0, module of 0.weight: synchronised backward 4, 3 of 3")
-    assert "rank 1 is waited for in bucket 0 of 3 (2.bias, ...)" in waiting
-    assert "in no backward after 3 synchronised backwards, at test_faults.py:" in waiting
+    assert "rank 1 has not launched bucket 0 of 3 (2.bias, ...)" in waiting
+    assert "outside any backward after 3 synchronised backwards, at test_faults.py:" in waiting
     assert " in wait_for" in waiting
     assert "torch says: " in waiting
     assert "timed out" in waiting.lower() or "timeout" in waiting.lower()
@@ -192,7 +192,7 @@ def test_the_monitor_names_who_is_waited_for(survivors: Ranks) -> None:
     assert all(waited_s >= 2**number for number, (waited_s, _) in enumerate(warnings))
     text = warnings[0][1]
     assert "s in a backward. rank 0, module of 0.weight: synchronised backward 4, 3 of 3 collectives" in text
-    assert "rank 1 is waited for in bucket 0 of 3 (2.bias, ...)" in text
+    assert "rank 1 has not launched bucket 0 of 3 (2.bias, ...)" in text
     assert " in wait_for" in text
     assert not nothing
 
@@ -241,7 +241,7 @@ def test_a_rank_ends_its_program() -> None:
     (ok, text), _ = survive(2, leave, "spawn")  # a copy of a process ends without `atexit`
     assert ok
     assert "CommunicationError: rank 0" in text
-    assert "; rank 1 has left after 3 synchronised backwards" in text
+    assert "; rank 1 exited after 3 synchronised backwards" in text
 
 
 def test_the_links_are_cut() -> None:
@@ -262,7 +262,7 @@ def test_the_rank_that_serves_the_store_is_killed() -> None:
     assert killed == (False, "the process died")
     assert ok
     assert text.startswith("CommunicationError: rank 1, module of 0.weight: synchronised backward 4")
-    assert "who is missing is not known: the key-value store does not answer, it ended with rank 0 or" in text
+    assert "the late rank is unknown: the key-value store does not answer (rank 0 or the launcher" in text
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -294,12 +294,12 @@ def status(*progress: Any, **rest: Any) -> RankStatus:
 @pytest.mark.parametrize(
     ("other", "starts", "holds"),
     [
-        (status(7, 1), "rank 1 is waited for in bucket 1 of 3 (b, ...)", "in backward 8 with 1 collective launched"),
-        (status(6, 3), "rank 1 is waited for in bucket 0 of 3 (c, ...)", "in backward 7 with 3 collectives"),
+        (status(7, 1), "rank 1 has not launched bucket 1 of 3 (b, ...)", "in backward 8 with 1 collective launched"),
+        (status(6, 3), "rank 1 has not launched bucket 0 of 3 (c, ...)", "in backward 7 with 3 collectives"),
         (status(7, -1, "E: x", left=True), "rank 1 left backward 8 with an error: E: x", "rank 2 waits"),
         (RankStatus(5, {}), "rank 1 does not have this module any more", "rank 2 waits in the same place"),
         (SAME, SLOW, SLOW),
-        (status(9), "rank 1 is ahead, in no backward after 9 sync", "rank 2 waits"),
+        (status(9), "rank 1 is ahead, outside any backward after 9 sync", "rank 2 waits"),
     ],
 )
 def test_the_rank_that_is_late_comes_first(other: RankStatus, starts: str, holds: str) -> None:

@@ -221,16 +221,16 @@ def test_many_missing_ranks_are_all_named_before_any_rank_gives_up() -> None:
     """The one verdict comes in time for those who wait for it, however many ranks are missing."""
     store: Any = dist.HashStore()
     heard = on_threads((0, 5), lambda rank: agree(Table(store, rank, 6, 2.0), "topic", SAME))
-    assert set(heard.values()) == {"topic: ranks 1, 2, 3, 4 have not come to this place after 2 s"}
+    assert set(heard.values()) == {"topic: ranks 1, 2, 3, 4 have not reached this synchronisation point after 2 s"}
 
 
 @pytest.mark.parametrize(
     ("call", "rank", "text"),
     [
         ("decide", 1, r"topic: rank 0 has not decided within 0\.05 s"),
-        ("exchange", 0, r"topic: rank 1 has not come to this place after 0\.05 s"),
-        ("exchange", 1, r"topic: rank 0 gave no verdict within 0\.1 s"),
-        ("agree", 1, r"topic: rank 0 gave no verdict within 0\.1 s"),
+        ("exchange", 0, r"topic: rank 1 has not reached this synchronisation point after 0\.05 s"),
+        ("exchange", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
+        ("agree", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
     ],
 )
 def test_a_rank_that_is_missing(call: str, rank: int, text: str) -> None:

@@ -383,7 +383,7 @@ def test_refusals() -> None:
         (lambda: replicate(parallel(is_partial), device_mesh=mesh["dp"]), "odd is a DTensor with a Partial placement"),
         (lambda: replicate(parallel(is_complex), device_mesh=mesh["dp"]), "odd is a complex DTensor"),
         (lambda: averager.average_parameters(parallel().parameters()), "of params must be dense"),
-        (lambda: model.register_comm_hook(None, lambda state, bucket: None), "would see parts of gradients"),
+        (lambda: model.register_comm_hook(None, lambda state, bucket: None), "would receive local shards"),
         (lambda: updated(), unknown),
         (lambda: updated(overlap_forward=True), unknown),
         (lambda: decentralize(parallel(), topology="complete", optimizer=torch.optim.SGD), unknown),

@@ -167,7 +167,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"{explanation_of(step(0.004)).text(verbose=True)}\n"
     file.write_text(file.read_text().replace('"version": 4', '"version": 7'))
     assert main(["explain", str(file)]) == 2
-    assert "the step file is of version 7, readable is 4" in capsys.readouterr().err
+    assert "the step file has version 7, this release reads 4" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake_group")

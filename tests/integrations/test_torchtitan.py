@@ -127,7 +127,7 @@ def refusals(folder: str) -> dict[str, Callable[[], object]]:
         "is replicated already": lambda: call(job(), dp_compile.replicate(call(job()))),
         "gradient_divide_factor of replicate_config must be left out": lambda: call(job(), replicate_config=divided),
         "loss is a ChunkedLossWrapper": lambda: titan_jobs.run(with_ours(job(loss=in_chunks())), folder),
-        "has gradients that are reduced already, at forward 2": with_gradients,
+        "at the start of a step (forward 2)": with_gradients,
     }
 
 

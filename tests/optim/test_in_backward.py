@@ -44,7 +44,7 @@ def guarded(way: str, compile_model: Callable[[nn.Module], Any]) -> None:
     with refused("max_norm="):
         dp_compile.optim.clip_grad_norm_(parameters, 0.1)
     weight.grad = torch.ones_like(weight)
-    with refused(r"layers.1.weight .*set no .grad"):
+    with refused(r"layers.1.weight .*not set .grad"):
         both.mine.step()
     group = both.mine.param_groups[1]
     for changed in ({"lr": 0.02}, {"betas": (0.8, 0.9)}):
@@ -202,7 +202,7 @@ REFUSED: dict[str, Callable[[Any, Any], object]] = {
     "SparseAdam cannot update in the backward: it needs": lambda model, _: attempt(model, optim.SparseAdam),
     "Own is not of torch.optim": lambda model, _: attempt(model, Own),
     r"SGD\(differentiable=True\)": lambda model, _: attempt(model, partial(optim.SGD, differentiable=True)),
-    "Adafactor cannot be sharded: it looks at a parameter as a whole.*Use shard=False, or one of SGD, Adam": (
+    "Adafactor cannot be sharded: its update needs whole parameters.*Use shard=False, or one of SGD, Adam": (
         lambda model, _: attempt(model, optim.Adafactor, of=model.layers[0], shard=True)
     ),
     "another optimizer updates norm.weight in the backward already": lambda model, _: attempt(model),

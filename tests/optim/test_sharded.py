@@ -153,7 +153,7 @@ def test_what_is_not_there_is_said() -> None:
     both.other.zero_grad()
     both.compare()
     parameters[0].grad = torch.ones_like(parameters[0])
-    with pytest.raises(dp_compile.ReductionError, match="that no synchronised backward"):
+    with pytest.raises(dp_compile.ReductionError, match="not the result of a synchronised backward"):
         both.mine.step()
     parameters[0].grad = None
     both.train(2)

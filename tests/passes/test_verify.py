@@ -113,8 +113,8 @@ REFUSED = [
     (drop_output, "3 outputs became 2"),
     (hand_out_the_local_gradient, "where reduced gradients go: output no longer reads that of p1"),
     (leave_a_write_out, "where reduced gradients go: copy_ no longer reads that of p0"),
-    (launch_again, r"what is reduced: the gradient of p0 \.\. p3: its bucket is launched on \['0', '0'\]"),
-    (move_a_member, r"what is reduced: the gradient of p0 \.\. p3: its bucket is filled at"),
+    (launch_again, r"the reduction of the gradient of p0 \.\. p3: its bucket is launched on \['0', '0'\]"),
+    (move_a_member, r"the reduction of the gradient of p0 \.\. p3: its bucket is filled at"),
     (read_another_member, "where reduced gradients go: output no longer reads that of p1"),
 ]
 
@@ -127,7 +127,7 @@ def test_a_pass_that_changes_a_reduction_is_refused(wrong: Edit, text: str) -> N
 
 @pytest.mark.parametrize("wrong", [drop_reduction, reduce_again])
 def test_what_is_changed_before_there_are_buckets(wrong: Edit) -> None:
-    with pytest.raises(InvalidGraphError, match="pass 'users-pass' changed what is reduced"):
+    with pytest.raises(InvalidGraphError, match="pass 'users-pass' changed the reduction of"):
         run_passes(traced(), plan_for(GRADS), passes=(Changed(wrong), *DEFAULT_PASSES))
 
 

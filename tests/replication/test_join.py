@@ -191,7 +191,7 @@ def test_refusals() -> None:
     with Join([joinable(outside), joinable(inside)]), second, dp_compile.compiled_backward():
         inside(torch.ones(1, 2)).sum().backward()
     whole = dp_compile.replicate(nn.Sequential(dp_compile.replicate(nn.Linear(2, 2)), nn.Linear(2, 2)))
-    with pytest.raises(dp_compile.ConfigError, match="parts that were replicated by themselves"):
+    with pytest.raises(dp_compile.ConfigError, match="separately replicated parts"):
         dp_compile.join(whole).__enter__()
 
 

@@ -163,7 +163,7 @@ class TestLocal:
         assert len(plans[0].buckets) == 4  # head, two blocks, embedding
         assert all(plan == plans[0] for plan in plans)
         custom = CustomPolicy(lambda module: {"bucket_cap_mb": 4} if isinstance(module, nn.Embedding) else False)
-        for policy, text in ((custom, "gives options to modules"), ({int}, "must be a set of module classes or a po")):
+        for policy, text in ((custom, "returned options"), ({int}, "must be a set of module classes or a po")):
             with pytest.raises(dp_compile.ConfigError, match=text):
                 dp_compile.replicate(blocks(), bucket_policy=policy)
 
@@ -263,7 +263,7 @@ def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
     first, second, *_ = ranks.run(disagree, FAILURES)
     for how, (_, error) in FAILURES.items():
         assert second[how][0].startswith(error)
-        assert f"rank 1 cannot go on: {error.removeprefix('ModuleError: ')}" in first[how][0]
+        assert f"rank 1 failed: {error.removeprefix('ModuleError: ')}" in first[how][0]
 
 
 @pytest.mark.parametrize("call", ["replicate", "calibrate"])
@@ -314,7 +314,7 @@ def test_beside_fully_shard() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("tied later", "No longer in the module, where others took their places after replicate(): head.weight."),
+        ("tied later", "No longer in the module, because they were tied or replaced after replicate(): head.weight."),
         ("with fully_shard", "reaches a module that fully_shard manages"),
     ],
 )

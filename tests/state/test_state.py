@@ -131,10 +131,10 @@ def test_refusals(meshed: Ranks) -> None:
         "another parent": "gather() needs a DTensor on",
         "not a chunk": "got a plain tensor",
         "the whole mesh": "got a mesh of dp, tp",
-        "of another mesh": "Take both from one mesh",
-        "the same dimension": "its ranks hold different parts",
-        "a chunk": "its ranks hold different parts",
-        "no dimension": "got one without any",
+        "of another mesh": "Slice both from one mesh",
+        "the same dimension": "its ranks hold different shards",
+        "a chunk": "its ranks hold different shards",
+        "no dimension": "got a scalar",
         "flattened": "got a mesh of both",
     }
     for said in meshed.run(refusals):
