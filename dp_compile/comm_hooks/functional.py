@@ -108,8 +108,8 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     kind, problem = type(hook), ""
     if has_address(hook):
         problem = (
-            "has an address in its repr, another one on each rank, by which ranks cannot compare it. Make its class a "
-            "frozen dataclass, with fields whose repr says their value"
+            "has a repr that contains a memory address, which differs between ranks, so ranks cannot compare it. Make "
+            "its class a frozen dataclass, with fields whose repr shows their value"
         )
     elif not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
         problem = f"must have as rounds a tuple of some of {', '.join(ROUNDS)}, got {hook.rounds!r}"
@@ -207,11 +207,11 @@ class HookRun:
         count, problem = len(hook.rounds), ""
         if self.steps >= count or not isinstance(sent, torch.Tensor):
             what = f"yields {type(sent).__name__}" if self.steps < count else "yields once more"
-            problem = f"must yield {count} tensors, its rounds, but {what}"
+            problem = f"must yield {count} tensors, one per round, but {what}"
         elif hook.rounds[self.steps] == ALL_TO_ALL and sent.numel() % self.bucket.ranks:
             problem = (
-                f"hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks cannot share "
-                "evenly. Fill them up to a multiple of the number of ranks"
+                f"yields {sent.numel()} elements for all_to_all, which are not divisible by {self.bucket.ranks} ranks. "
+                "Pad them to a multiple of the number of ranks"
             )
         _refuse(hook, problem)
         return _copied(sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten())
@@ -229,7 +229,7 @@ class HookRun:
         _refuse(hook, others if list(map(sorted, states)) != list(map(sorted, names)) else "")
         found = [*reduced, *(state[name] for state, own in zip(states, names, strict=True) for name in own)]
         before, after = ([(tuple(each.shape), each.dtype) for each in some] for some in (self.given, found))
-        _refuse(hook, f"must return tensors of these kinds: {before}, got {after}" if before != after else "")
+        _refuse(hook, f"must return tensors of shapes and dtypes {before}, got {after}" if before != after else "")
         return [*map(_copied, reduced), *self._new_state(states, reduced)]
 
     def _new_state(self, states: Sequence[State], reduced: Tensors) -> Iterator[torch.Tensor]:

@@ -102,9 +102,9 @@ class Whole(Part):
         if not given:
             return ""
         return (
-            f"{replica.name_list(given)} got another gradient between the backward and optimizer.step(), which "
-            "has updated with the reduced one. Run no backward under no_sync() between them, and set no .grad. To "
-            "change reduced gradients, use the optimizer without in_backward(), or a comm hook."
+            f"{replica.name_list(given)} got another gradient between the backward and optimizer.step(). The "
+            "backward has already applied the reduced gradient. Run no backward under no_sync() between them, and do "
+            "not set .grad. To change reduced gradients, use the optimizer without in_backward(), or a comm hook."
         )
 
     def record(self) -> OptimizerRecord:

@@ -100,7 +100,7 @@ class Checks:
 def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
     """A bucket is not filled once, or not launched once for each stage on the right group."""
     ends = dict.fromkeys((bucket.members[0].label, bucket.members[-1].label))
-    names = f"what is reduced: the gradient of {' .. '.join(ends)}"
+    names = f"the reduction of the gradient of {' .. '.join(ends)}"
     filled = [(list(node.args[3]), node.args[4]) for node in nodes if node.target is FLAT_BUCKET]  # type: ignore[arg-type]
     planned = [member.offset for member in bucket.members], bucket.numel
     if filled != [planned]:
