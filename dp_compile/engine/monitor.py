@@ -36,7 +36,6 @@ from dp_compile.plan.words import count, ranks_in_words
 logger = logging.getLogger("dp_compile.monitor")
 STORE_TIMEOUT_S: Final = 10.0
 _OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-_MAKES_CODE: Final = str(Path(__file__).with_name("compile.py")), "_make"
 _NOT_THE_USERS: Final = (_OURS, _TORCH, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 
@@ -178,8 +177,7 @@ def _place(thread: int | None) -> str:
     place = compiling = ""
     while frame is not None:
         code = frame.f_code
-        if compiler.is_of_compiler(code.co_filename) or (code.co_filename, code.co_name) == _MAKES_CODE:
-            compiling = COMPILING
+        compiling = COMPILING if compiler.is_of_compiler(code.co_filename) else compiling
         if not place and not code.co_filename.startswith(_NOT_THE_USERS):
             place = f"at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
