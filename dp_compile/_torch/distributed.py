@@ -30,6 +30,7 @@ with named():
         _get_default_store,
         _get_process_group_name,
         _resolve_process_group,
+        _set_pg_timeout,
         _world,
     )
     from torch.distributed.utils import _sync_params_and_buffers
@@ -198,6 +199,11 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     options = getattr(cast(Any, group)._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout.total_seconds()
+
+
+def set_timeout(timeout_s: float) -> None:
+    """Let collectives of the default process group take so many seconds, from now on."""
+    _set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:

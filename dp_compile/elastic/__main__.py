@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from dp_compile._torch.distributed import TCPStore
 from dp_compile.config import MONITOR_VARIABLE
-from dp_compile.elastic.membership import Registry
+from dp_compile.elastic.membership import Members, Registry
 from dp_compile.elastic.training import JOIN_VARIABLE
 
 POLL_S = 0.05
@@ -55,7 +55,7 @@ class _Launcher:
     def __init__(self, script: list[str], ranks: int, restarts: int, kill_after_s: float) -> None:
         self._script, self._restarts, self._kill_after_s = script, restarts, kill_after_s
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._registry, self._joined = Registry(store, "launcher"), 0
+        self._registry, self._joined = Registry(store, "launcher", Members.initial(ranks)), 0
         self._environment = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
@@ -92,7 +92,7 @@ class _Launcher:
         del self.running[name]
         self.is_well = self.is_well or code == 0
         self._registry.leave(name)
-        if code == 0 or not any(self._registry.is_member(each) for each in self.running):
+        if code == 0 or not any(each in self._registry.current().processes for each in self.running):
             self._registry.end()
         if code == 0:
             return

@@ -1,20 +1,24 @@
 """Who is in the group: ranks that are left meet in the launcher's key-value store and agree on the next generation.
 
-Keys: `G/arrivals` counts the members that came to generation G, `G/arrival/N` says which; `G/members` is the verdict of
-the first of them, for all. `joins` counts processes that want to join, `join/N` says which; `joined/U` is the first
-generation of such a one. `dead/U`: process U has left, was left out, or the launcher saw it end. `ended`: the training
-has, and no process can join.
+Keys: `members` is the generation, which ranks replace by the one that follows it, and by no other: a rank that was
+suspended while it decided changes nothing when it goes on. `G/arrivals/N`: who came to meeting N after generation G, of
+whom the first decides; the others meet again if it does not. `G/plan`: what a process that joins makes its plan from.
+`joins`: who wants to join. `dead/U`: process U has left, was left out, or the launcher saw it end. `ended`: the
+training has ended, and no process can join.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dp_compile._torch.distributed import PrefixStore, Store
+from dp_compile.engine.plan_sync import LostStoreError
 from dp_compile.errors import CommunicationError
 
 POLL_S: Final = 0.02
@@ -46,70 +50,86 @@ class Members:
 
     @staticmethod
     def initial(world_size: int) -> Members:
-        """Those that the launcher started first, named by their ranks."""
-        return Members(0, tuple(map(str, range(world_size))))
+        """Those that the launcher starts first, named by their ranks, before they have met."""
+        return Members(-1, tuple(map(str, range(world_size))))
 
     def to_json(self) -> str:
         return json.dumps([self.generation, self.processes, self.joins])
 
-    @staticmethod
-    def of(data: Any) -> Members:
-        """What `to_json` wrote, once it is read."""
-        generation, processes, joins = data
-        return Members(generation, tuple(processes), joins)
-
 
 class Registry:
-    """The store, as one process uses it."""
+    """The store, as one process uses it.
 
-    def __init__(self, store: Store, process: str) -> None:
-        self.base, self.store, self.process = store, PrefixStore("dp_compile.elastic", store), process
+    Attributes:
+        members: the generation that this process is in; before its first meeting the one that it comes from.
+        is_in_use: a training has it.
+
+    Every method raises `LostStoreError` if the store is gone.
+    """
+
+    def __init__(self, store: Store, process: str, members: Members) -> None:
+        self.base, self.process, self.members = store, process, members
         self.is_in_use = False
+        self._store = PrefixStore("dp_compile.elastic", store)
+        if members.generation < 0:
+            self._ask("compare_set", "members", "", members.to_json())
 
-    def write(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+    def current(self) -> Members:
+        """The latest generation, which this process may have missed."""
+        generation, processes, joins = json.loads(self._ask("get", "members"))
+        return Members(generation, tuple(processes), joins)
 
-    def read(self, key: str) -> Any:
-        """What a member has written under a key, or will have.
+    def write_plan(self, facts: Any) -> None:
+        """The plan of this generation, as plain data."""
+        self._ask("set", f"{self.members.generation}/plan", json.dumps(facts))
+
+    def read_plan(self) -> Any:
+        """The plan that members have, or will have.
 
         Raises:
             CommunicationError: the training has ended.
         """
-        if not self._wait(key, math.inf, unless=ENDED):
-            raise CommunicationError(f"process {self.process} cannot join: the training has ended.")
-        return json.loads(self.store.get(key))
+        found = list[str]()
+
+        def is_there() -> bool:  # of the latest generation, which may be another one each time
+            found[:] = [f"{self.current().generation}/plan"]
+            return self._has(found[0])
+
+        self._wait_as_one_that_joins(is_there)
+        return json.loads(self._ask("get", found[0]))
 
     def leave(self, process: str = "") -> None:
         """The others need not wait for this process, or for the given one."""
-        self.store.set(f"dead/{process or self.process}", "left")
+        self._ask("set", f"dead/{process or self.process}", "left")
 
     def end(self) -> None:
         """No process can join any more."""
-        self.store.set(ENDED, "")
+        self._ask("set", ENDED, "")
 
-    def is_member(self, process: str) -> bool:
-        """Whether a process was among the first ones, or was taken in."""
-        return process.isdecimal() or bool(self.store.check([f"joined/{process}"]))
-
-    def wants_to_join(self, members: Members) -> bool:
+    def wants_to_join(self) -> bool:
         """Whether a process waits to join."""
-        return self.store.add("joins", 0) > members.joins
+        return len(self._names("joins")) > self.members.joins
 
-    def join(self) -> Members:
+    def join(self) -> None:
         """Ask to join, and wait until the members have taken this process in.
 
         Raises:
             CommunicationError: the training has ended.
         """
-        number = self.store.add("joins", 1)
-        self.store.set(f"join/{number}", self.process)
-        return Members.of(self.read(f"joined/{self.process}"))
+        self._ask("append", "joins", f"{self.process}\n")
 
-    def meet(self, before: Members, *, grace_s: float, min_ranks: int, wait_s: float) -> Members:
+        def is_taken_in() -> bool:
+            current = self.current()
+            if self.process in current.processes:
+                self.members = current
+            return self.members is current
+
+        self._wait_as_one_that_joins(is_taken_in)
+
+    def meet(self, *, grace_s: float, min_ranks: int, wait_s: float) -> None:
         """Agree with the members that are left on the next generation. Who is missed by the first is left out.
 
         Args:
-            before: the generation that ended, or whose group could not be made.
             grace_s: how long the first one to come waits for members that are not known to be dead.
             min_ranks: of the new generation; `wait_s`: how long to wait for processes that join if there are fewer.
 
@@ -117,65 +137,79 @@ class Registry:
             LeftOutError: this process is not in the new generation.
             TooFewRanksError: there are fewer than `min_ranks`.
         """
-        generation = before.generation + 1
-        while True:
-            number = self.store.add(f"{generation}/arrivals", 1)
-            self.store.set(f"{generation}/arrival/{number}", self.process)
-            first, verdict = f"{generation}/arrival/1", f"{generation}/members"
-            if number == 1:
-                self._decide(before, generation, grace_s, min_ranks, wait_s)
-            elif not self._wait(first, 1.0) or not self._wait(
-                verdict, grace_s + wait_s + 2.0, unless=f"dead/{self.store.get(first).decode()}"
-            ):
-                generation += 1  # the first one died: the others meet again
-                continue
-            members = Members.of(json.loads(self.store.get(verdict)))
-            if len(members.processes) < min_ranks:
-                raise TooFewRanksError(
-                    f"remaining ranks: {len(members.processes)}, min_ranks: {min_ranks}. Restart training from a "
-                    "checkpoint, or pass a smaller min_ranks."
-                )
-            if self.process not in members.processes:
-                raise LeftOutError(
-                    f"process {self.process} was excluded: it reached the rendezvous more than {grace_s:g} s after "
-                    "the other ranks (slow, suspended, or network partition). End the process; a new one may join."
-                )
-            return members
+        for number in itertools.count(1):
+            arrivals = f"{self.members.generation}/arrivals/{number}"
+            self._ask("append", arrivals, f"{self.process}\n")
+            first = self._names(arrivals)[0]
+            if first == self.process:
+                self._decide(arrivals, grace_s, min_ranks, wait_s)
+            else:  # the others meet again if the first one has died, or is suspended
+                self._wait(self._is_over, grace_s + wait_s + 2.0, unless=f"dead/{first}")
+            if self._is_over():
+                break
+        members = self.current()
+        if self.process not in members.processes:
+            raise LeftOutError(
+                f"process {self.process} was excluded: it reached the rendezvous more than {grace_s:g} s after the "
+                "other ranks (slow, suspended, or network partition). End the process; a new one may join."
+            )
+        if len(members.processes) < min_ranks:
+            raise TooFewRanksError(
+                f"remaining ranks: {len(members.processes)}, min_ranks: {min_ranks}. Restart training from a "
+                "checkpoint, or pass a smaller min_ranks."
+            )
+        self.members = members
 
-    def _decide(self, before: Members, generation: int, grace_s: float, min_ranks: int, wait_s: float) -> None:
-        start_s, arrived, joined, joins = time.monotonic(), {self.process}, list[str](), before.joins
-        while True:
+    def _decide(self, arrivals: str, grace_s: float, min_ranks: int, wait_s: float) -> None:
+        start_s, before = time.monotonic(), self.members
+        while not self._is_over():
             waited_s = time.monotonic() - start_s
-            for number in range(len(arrived) + 1, self.store.add(f"{generation}/arrivals", 0) + 1):
-                if self._wait(f"{generation}/arrival/{number}", 1.0):
-                    arrived.add(self.store.get(f"{generation}/arrival/{number}").decode())
+            arrived, asked = self._names(arrivals), self._names("joins")
             missing = [each for each in before.processes if each not in arrived and not self.is_dead(each)]
-            while joins < self.store.add("joins", 0):
-                joins += 1  # also without a name: the process died before it wrote that
-                if self._wait(f"join/{joins}", 1.0):
-                    joined.append(self.store.get(f"join/{joins}").decode())
-            joined = [each for each in joined if not self.is_dead(each)]
             left = [each for each in before.processes if each in arrived and not self.is_dead(each)]
+            joined = [each for each in asked[before.joins :] if not self.is_dead(each)]
             is_complete = not missing or waited_s > grace_s
             if is_complete and (len(left) + len(joined) >= min_ranks or waited_s > wait_s):
-                break
-            time.sleep(POLL_S)
-        members = Members(generation, (*left, *joined), joins)
-        self.store.set(f"{generation}/members", members.to_json())
-        for process in missing:
-            self.store.set(f"dead/{process}", "left out")
-        for process in joined:
-            self.store.set(f"joined/{process}", members.to_json())
+                after = Members(before.generation + 1, (*left, *joined), len(asked))
+                decided = self._ask("compare_set", "members", before.to_json(), after.to_json()).decode()
+                for process in missing if decided == after.to_json() else ():
+                    self._ask("set", f"dead/{process}", "left out")
+            else:
+                time.sleep(POLL_S)
 
     def is_dead(self, process: str) -> bool:
         """Whether a process has ended, has left, or was left out."""
-        return bool(self.store.check([f"dead/{process}"]))
+        return self._has(f"dead/{process}")
 
-    def _wait(self, key: str, timeout_s: float, unless: str = "") -> bool:
-        """Whether a key is there within a time-out; `unless`: and before another one is."""
+    def _is_over(self) -> bool:
+        """Whether members of this process's generation have agreed on the next one."""
+        return self.current() != self.members
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float = math.inf, *, unless: str) -> bool:
+        """Whether a condition comes to hold; `unless`: before a key is there. It may not hold any more after that."""
         end_s = time.monotonic() + timeout_s
-        while not self.store.check([key]):
-            if time.monotonic() > end_s or (unless and self.store.check([unless])):
-                return bool(self.store.check([key]))
+        while not condition():
+            if self._has(unless) or time.monotonic() > end_s:
+                return False
             time.sleep(POLL_S)
         return True
+
+    def _wait_as_one_that_joins(self, condition: Callable[[], bool]) -> None:
+        if not self._wait(condition, unless=ENDED):
+            raise CommunicationError(f"process {self.process} cannot join: the training has ended.")
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask("check", [key]))
+
+    def _names(self, key: str) -> list[str]:
+        found: list[str] = self._ask("get", key).decode().splitlines() if self._has(key) else []
+        return found
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._store, operation)(*arguments)
+        except RuntimeError as error:
+            raise LostStoreError(
+                f"process {self.process}: the launcher's key-value store does not answer. It has ended with `python -m "
+                f"dp_compile.elastic`: restart the training from a checkpoint. torch says: {error}"
+            ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -13,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch import distributed
+from dp_compile._torch import compiler, distributed
 from dp_compile._torch.distributed import PrefixStore, TCPStore
 from dp_compile.elastic.membership import LeftOutError, LostStateError, Members, Registry
 from dp_compile.engine.backward import BROADCAST_BYTES
 from dp_compile.engine.guards import fingerprints
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import first_difference, is_of_other_ranks
+from dp_compile.engine.plan_sync import LostStoreError, first_difference, is_of_other_ranks
 from dp_compile.engine.regroup import plan_facts, regroup, take_plan
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, DesyncError, VoidBackwardError
+from dp_compile.optim.update import Whole
 
 logger = logging.getLogger("dp_compile.elastic")
 
@@ -30,7 +32,8 @@ JOIN_VARIABLE: Final = "DP_COMPILE_ELASTIC_JOIN"
 """The launcher gives a process that joins its name in it."""
 MOST_LOSSES_IN_A_ROW: Final = 8
 LOOK_FOR_JOINS_EVERY_S: Final = 0.2
-_PLAN: Final = "plan"
+START_S: Final = 300.0
+"""How far apart processes may start."""
 
 _registry: Registry | None = None
 
@@ -46,13 +49,15 @@ class Stateful(Protocol):
 def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.default_pg_timeout) -> None:
     """`torch.distributed.init_process_group`, also in a process that joins a training later.
 
-    A process that joins is alone in its group until its first step has ended.
+    Returns when all processes that the launcher started have come, or have ended; one that comes five minutes after the
+    first is left out. A process that joins is alone in its group until its first step has ended.
 
     Args:
-        backend: as torch's. `timeout`: of every collective, and so how long the loss of a rank may go unnoticed.
+        backend: as torch's. `timeout`: of every collective, until `Training` has a shorter one.
 
     Raises:
         ConfigError: the environment has no key-value store of a launcher.
+        LeftOutError: this process came too late.
     """
     global _registry
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -61,12 +66,22 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
             "elastic.init_process_group() needs a key-value store that outlives every rank. Start the script with "
             "python -m dp_compile.elastic --ranks N script.py."
         )
-    store = TCPStore(address, int(port), is_master=False, timeout=timeout)
-    joining = os.environ.get(JOIN_VARIABLE, "")
-    rank, world_size = (0, 1) if joining else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    _registry = Registry(store, joining or str(rank))
-    own = PrefixStore(f"dp_compile.elastic/{joining or 0}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+    store, joining = TCPStore(address, int(port), is_master=False, timeout=timeout), os.environ.get(JOIN_VARIABLE)
+    if joining:
+        _registry = Registry(store, joining, Members(0, (joining,)))
+    else:
+        _registry = Registry(store, os.environ["RANK"], Members.initial(int(os.environ["WORLD_SIZE"])))
+        _registry.meet(grace_s=START_S, min_ranks=1, wait_s=0.0)
+    _init_process_group(backend, _registry, timeout)
+
+
+def _init_process_group(backend: str | None, registry: Registry, timeout: timedelta) -> None:
+    """Make the default group, of the members."""
+    members, process = registry.members, registry.process
+    of_one = f" of {process}" if len(members.processes) == 1 else ""  # a process that joins counts from 0
+    store = PrefixStore(f"dp_compile.elastic/group {members.generation}{of_one}", registry.base)
+    rank, ranks = members.processes.index(process), len(members.processes)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 class Training:
@@ -82,6 +97,9 @@ class Training:
     Args:
         model: a module that `replicate` took, in the default group; parts with their own `replicate` are fine.
         states: optimizers of `torch.optim`, and any value with `state_dict` and `load_state_dict`.
+        timeout_s: of every collective, and so how long the loss of a rank may go unnoticed, from this rank's first step
+            on in which nothing is compiled; `None`: that of `init_process_group`. A rank that compiles longer than the
+            others by more than it, later, is left out.
         min_ranks: with fewer `TooFewRanksError` ends the training.
         grace_s: how long ranks that have noticed a loss wait for others that have not, and are not known to be dead;
             `None`: a second longer than a collective may take.
@@ -89,13 +107,15 @@ class Training:
 
     Raises:
         ConfigError: `elastic.init_process_group` was not called, there is a training already, a module reduces over
-            another group, has a comm hook that does more than cast, or an optimizer that updates in the backward.
+            another group, reduces no gradients, has a comm hook that does more than cast, or an optimizer that is
+            sharded or leaves updates for the next forward.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *states: Stateful,
+        timeout_s: float | None = None,
         min_ranks: int = 1,
         grace_s: float | None = None,
         wait_s: float = 0.0,
@@ -111,23 +131,25 @@ class Training:
         self._is_whole = True
         """Parameters and states are those after `steps`."""
         self._has_stepped = self._has_left = False
+        self._saved: tuple[list[torch.Tensor], list[Any]] | None = None
+        """Parameters and states at the begin of the step, if an optimizer updates in the backward."""
         self._losses, self._looked_s, self._written = 0, 0.0, -1
         self.is_joining = bool(os.environ.get(JOIN_VARIABLE))
         """This process trains alone for one step, which compiles, and then joins."""
         group = dist.group.WORLD
         assert group is not None
         self._backend, self._group_name = dist.get_backend(), distributed.group_name(group)
-        self._timeout_s = distributed.timeout_of(group, self._device)
+        self._start_timeout_s = distributed.timeout_of(group, self._device)
+        self._timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         self._grace_s = self._timeout_s + 1.0 if grace_s is None else grace_s
+        self._has_compiled = False
         for replica in self._replicas():
             _check(replica)
-        self._members = Members.initial(dist.get_world_size())
         if self.is_joining:
-            self._members = Members(0, (self._registry.process,))
-            for replica, facts in zip(self._replicas(), self._registry.read(_PLAN), strict=True):
+            for replica, facts in zip(self._replicas(), self._registry.read_plan(), strict=True):
                 take_plan(replica, facts)
         for replica in self._replicas():
-            regroup(replica, group, self._members.generation)
+            regroup(replica, group, self.generation)
         for optimizer in states:
             if isinstance(optimizer, torch.optim.Optimizer):  # fused ones do not count up versions of parameters
                 optimizer.register_step_post_hook(self._note_step)
@@ -136,7 +158,7 @@ class Training:
     @property
     def generation(self) -> int:
         """Which group it is: one more each time that ranks were lost or joined. The same on all of its ranks."""
-        return self._members.generation
+        return self._registry.members.generation
 
     @property
     def rank(self) -> int:
@@ -171,22 +193,30 @@ class Training:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
             raise ConfigError("elastic.Training is not supported inside join(): ranks without inputs run no steps.")
-        self._has_stepped = False
+        for replica in self._replicas():
+            _check(replica)
+        self._has_stepped, self._graphs = False, compiler.compiled_graphs()
+        updates_early = any(replica.after.updates for replica in self._replicas())
+        self._saved = (self._copies(), self._state_dicts()) if updates_early else None
         self._versions = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
         self._buffers = [(each, each.clone()) for replica in self._replicas() for each in replica.buffers]
         vote = torch.tensor([int(self._wants_regroup())], device=self._device)
         return vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
 
     def _end(self, *, is_asked: bool) -> None:
-        self.steps, self._losses = self.steps + 1, 0
+        self.steps, self._losses, self._saved = self.steps + 1, 0, None
+        if not self._has_compiled and compiler.compiled_graphs() == self._graphs:
+            self._has_compiled = True
+            distributed.set_timeout(self._timeout_s)
         if self.is_joining:
-            self._members, self.is_joining, self._is_whole = self._registry.join(), False, False
+            self._registry.join()
+            self.is_joining, self._is_whole, self._has_compiled = False, False, True
             self._form_or_meet()
         elif is_asked:
             self._meet()
         elif dist.get_rank() == 0 and self._written != self.generation:
             self._written = self.generation
-            self._registry.write(_PLAN, [plan_facts(replica) for replica in self._replicas()])
+            self._registry.write_plan([plan_facts(replica) for replica in self._replicas()])
 
     def _lose(self, error: BaseException) -> bool:
         """A step ended with an error. Returns whether the training goes on."""
@@ -198,10 +228,13 @@ class Training:
             return False
         logger.warning("step %d is lost: %s", self.steps + 1, str(error).splitlines()[0])
         now = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
-        self._is_whole = self._is_whole and not self._has_stepped and now == self._versions
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+            if self._saved is None:
+                self._is_whole = self._is_whole and not self._has_stepped and now == self._versions
+            else:
+                self._restore(*self._saved)
         self._meet()
         return True
 
@@ -210,19 +243,30 @@ class Training:
         if self.is_joining or dist.get_rank() != 0 or now_s < self._looked_s + LOOK_FOR_JOINS_EVERY_S:
             return False
         self._looked_s = now_s
-        return self._registry.wants_to_join(self._members)
+        return self._registry.wants_to_join()
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for replica in self._replicas() for each in replica.parameters]
+
+    def _state_dicts(self) -> list[Any]:
+        return [copy.deepcopy(each.state_dict()) for each in self._states]
+
+    def _restore(self, parameters: list[torch.Tensor], states: list[Any]) -> None:
+        now = [each for replica in self._replicas() for each in replica.parameters]
+        for parameter, before in zip(now, parameters, strict=True):
+            parameter.copy_(before)
+        for each, state in zip(self._states, states, strict=True):
+            each.load_state_dict(state)
 
     # --- another group
 
     def _meet(self) -> None:
         """Form the next generation with the ranks that are left."""
         distributed.end_all_groups()  # ranks that wait for this one notice at once
-        before = self._members.processes
-        self._members = self._registry.meet(
-            self._members, grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s
-        )
-        lost = [each for each in before if each not in self._members.processes]
-        new = [each for each in self._members.processes if each not in before]
+        before = self._registry.members.processes
+        self._registry.meet(grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s)
+        lost = [each for each in before if each not in self._registry.members.processes]
+        new = [each for each in self._registry.members.processes if each not in before]
         logger.warning("generation %d: lost processes: %s; new: %s", self.generation, lost or "none", new or "none")
         self._form_or_meet()
 
@@ -235,23 +279,20 @@ class Training:
                 self._has_left = True
                 self._registry.leave()
                 raise
-            logger.warning("a rank was lost while %d processes formed a group: %s", len(self._members.processes), error)
+            logger.warning("a rank was lost while generation %d formed its group: %s", self.generation, error)
             self._meet()
 
     def _form(self) -> None:
         """Make the group of the generation, and give ranks that have not finished most steps what they lack."""
-        members, rank = self._members, self._members.processes.index(self._registry.process)
         distributed.end_all_groups()
-        store = PrefixStore(f"dp_compile.elastic/group {members.generation}", self._registry.base)
-        timeout, ranks = timedelta(seconds=self._timeout_s), len(members.processes)
-        dist.init_process_group(self._backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        group = dist.group.WORLD
+        _init_process_group(self._backend, self._registry, timedelta(seconds=self._timeout_s))
+        group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         assert group is not None
         assert distributed.group_name(group) == self._group_name, "compiled code finds the group by its name"
         for parameter in self._model.parameters():
             parameter.grad = None
         for replica in self._replicas():
-            regroup(replica, group, members.generation)
+            regroup(replica, group, self.generation)
             _check(replica)
         own = _Standing(self.steps if self._is_whole else -1, self._statement(), self._fingerprint())
         found: list[_Standing] = [own] * ranks
@@ -270,6 +311,8 @@ class Training:
         if any(each[::2] != found[source][::2] for each in found):
             self._copy(source, is_behind=own[::2] != found[source][::2])
         self.steps = most
+        if not self._has_compiled:
+            distributed.set_timeout(self._start_timeout_s)
         logger.warning("%d ranks go on after step %d, this is rank %d", ranks, most, rank)
 
     def _copy(self, source: int, *, is_behind: bool) -> None:
@@ -337,11 +380,15 @@ class Step:
         except RuntimeError as error:
             if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
                 raise
+            # The vote of this rank is missing: another collective would take its place at the others, which gloo ends.
+            distributed.end_all_groups()
+            if isinstance(error, LostStoreError):
+                raise
             self._error = error
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         training = self._training
-        if error is None and self._error is not None:
+        if self._error is not None and (error is None or isinstance(error, Exception)):
             if not training._lose(self._error):
                 raise self._error
             return True
@@ -372,8 +419,13 @@ def _check(replica: Replica) -> None:
             f"comm hook {hook.name} of {replica.names[0]} has a state or a process group, which a joining process does "
             "not have. Use a hook that only casts, or none."
         )
-    if replica.after.updates:
+    if not replica.state.reduces_gradients:
+        raise ConfigError(f"elastic.Training averages gradients, and those of {replica.names[0]} are not reduced.")
+    if any(
+        each.deferred is not None or not isinstance(getattr(each, "part", None), Whole)
+        for each in replica.after.updates
+    ):
         raise ConfigError(
-            f"an optimizer updates {replica.names[0]} in the backward. The loss of a rank in the backward would leave "
-            "parameters partially updated. Use the optimizer without in_backward(), and call optimizer.step()."
+            f"an optimizer of {replica.names[0]} is sharded, or leaves updates for the next forward: the state of a "
+            "lost rank would be lost with it. Call in_backward() without shard and overlap_forward."
         )

@@ -4,7 +4,8 @@
 
 The same model, optimizer and batches, gloo, time-outs of two seconds. torchelastic restarts all ranks, which load what
 rank 0 has saved after each step; torchft (`pip install torchft`) goes on, eagerly. One line for each way: the median of
-three runs, and each of them.
+three runs, and each of them. Here a process joins too: how long after its start, with how much of a processor, and
+how long the others' step takes in which it does. `PEERS_RUNS=1`: one run of each.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import nn
 
 RANKS, KILLED, AT, STEPS = 3, 1, 8, 14
 TIMEOUT: Final = timedelta(seconds=2)
-RUNS: Final = 3
+RUNS: Final = int(os.environ.get("PEERS_RUNS", "3"))
 
 
 def net() -> nn.Module:
@@ -47,6 +48,11 @@ def note(step: int) -> None:
     os.write(1, f"finished {step} {time.time()}\n".encode())
 
 
+def age_s() -> float:
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
 def die(step: int, name: str, *, again: bool = False) -> None:
     if step == AT and name == str(KILLED) and not again:
         os.write(1, f"killed {step} {time.time()}\n".encode())
@@ -57,20 +63,25 @@ def ours(_: str) -> None:
     import dp_compile
     from dp_compile import elastic
 
-    elastic.init_process_group("gloo", timeout=TIMEOUT)
+    elastic.init_process_group("gloo")
     model = dp_compile.replicate(net())
     compiled, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters())
-    training = elastic.Training(model, optimizer)
-    while training.steps < STEPS:
-        before = training.steps
+    training = elastic.Training(model, optimizer, timeout_s=TIMEOUT.total_seconds())
+    has_joined, joined_at = training.is_joining, sys.maxsize
+    while training.steps < joined_at + STEPS - AT:
+        before, ranks, is_joining, start_s = training.steps, training.world_size, training.is_joining, time.time()
         with training.step():
             loss = compiled(batch(before, training.rank)).square().mean()
-            die(before, os.environ["RANK"])
+            die(before, os.environ["RANK"], again=has_joined)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if training.steps > before:
+        if training.steps > before and not is_joining:
             note(before)
+        if training.world_size > ranks:
+            joined_at, now_s = training.steps, time.time()
+            text = f"joined {age_s()} {time.process_time()}\n" if is_joining else f"waited {now_s - start_s}\n"
+            os.write(1, text.encode())
 
 
 def torchelastic(directory: str) -> None:
@@ -148,7 +159,8 @@ def started(way: str, directory: str) -> Iterator[list[subprocess.Popen[str]]]:
     of_each: list[dict[str, str]] = [{}]
     others = []
     if way == "ours":
-        command = [sys.executable, "-m", "dp_compile.elastic", "--ranks", str(RANKS), *worker]
+        options = ["--ranks", str(RANKS), "--restarts", "1"]
+        command = [sys.executable, "-m", "dp_compile.elastic", *options, *worker]
     elif way == "torchelastic":
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1"]
         command = [sys.executable, *run, *worker]
@@ -176,6 +188,9 @@ def measure(way: str) -> float:
         output = "".join(process.communicate(timeout=300)[0] for process in running)
     (killed_s,) = (float(at) for at in re.findall(r"^killed \d+ (\S+)$", output, re.MULTILINE))
     finished = re.findall(r"^finished (\d+) (\S+)$", output, re.MULTILINE)
+    for what, found in (("joined", r"^joined (\S+) (\S+)$"), ("waited", r"^waited (\S+)()$")):
+        for each in re.findall(found, output, re.MULTILINE):
+            print(f"{way}: {what}", *(f"{float(number):.2f} s" for number in each if number), flush=True)
     return min(float(at) for step, at in finished if int(step) >= AT) - killed_s
 
 
@@ -186,7 +201,8 @@ def main() -> None:
         return
     for way in sys.argv[1:] or WAYS:
         runs = [measure(way) for _ in range(RUNS)]
-        print(f"{way}: {statistics.median(runs):.2f} s ({', '.join(f'{each:.2f}' for each in sorted(runs))})")
+        each = ", ".join(f"{run:.2f}" for run in sorted(runs))
+        print(f"{way}: {statistics.median(runs):.2f} s ({each})", flush=True)
 
 
 if __name__ == "__main__":

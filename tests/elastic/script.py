@@ -1,14 +1,15 @@
 """A training that is started by `python -m dp_compile.elastic`; one line of JSON for each block on standard output.
 
-Its arguments: the last generation, and its steps; a directory; and faults, each `PROCESS@BLOCK:PLACE:WHAT`. The
-batch of a step is a function of the step and the rank.
+Its arguments: the processes that are in the end in the group, which then train some steps; how many; a directory; a
+variant; and faults, each `PROCESS@BLOCK:PLACE:WHAT`, with a place of `PLACES`, `regroup` or `join`, which is the next
+one from then on, or a number of seconds after the block begins. The batch of a step is a function of the step and the
+rank. Rank 0 of each generation saves what it begins with.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -16,23 +17,33 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
 from dp_compile import elastic
+from dp_compile._torch import compiler
 from dp_compile.elastic.training import JOIN_VARIABLE
+from dp_compile.engine.regroup import regroup
+from dp_compile.optim import in_backward
+from dp_compile.replication.module import replica_of
 
 TIMEOUT_S = 2.0
+PAUSE_S = 8.0
+"""After it the others have left out a process that was suspended."""
+VARIANTS = ("", "mixed", "in_backward")
+PLACES = ("forward", "backward", "optimizer", "between")
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+        self.layers = nn.Sequential(nn.Linear(8, 16), norm, nn.Tanh(), nn.Linear(16, 4))
         self.unused = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,75 +51,181 @@ class Net(nn.Module):
         return result
 
 
-def batch(step: int, rank: int, micro: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + micro))
+class Job:
+    """A model with its optimizer, accumulation, unused parameters and buffers."""
+
+    def __init__(self, variant: str) -> None:
+        policy, norm = None, nn.BatchNorm1d(16)
+        if variant == "mixed":  # of bfloat16 and float32 on a CPU torch has no batch norm
+            policy, norm = MixedPrecisionPolicy(torch.bfloat16, torch.float32), nn.LayerNorm(16)
+        self.model = dp_compile.replicate(Net(norm), find_unused_parameters=True, mp_policy=policy)
+        self.compiled: Any = torch.compile(self.model, backend="aot_eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        if variant == "in_backward":
+            in_backward(self.model, self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.states: tuple[Any, ...] = (self.model, self.optimizer, self.scheduler)
+
+    def train(self, steps: range, rank: int) -> list[str]:
+        """The digests after steps in a group that loses no rank."""
+        found = []
+        for step in steps:
+            with dp_compile.no_sync(self.model):
+                self.forward(step, rank, 0).backward()
+            self.forward(step, rank, 1).backward()
+            self.update()
+            found.append(self.digest())
+        return found
+
+    def forward(self, step: int, rank: int, micro: int) -> torch.Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + micro))
+        loss: torch.Tensor = self.compiled(x).square().mean()
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def digest(self) -> str:
+        tensors = [each.detach().numpy().tobytes() for each in self.model.state_dict().values()]
+        return hashlib.sha1(b"".join(tensors)).hexdigest()[:12]
+
+    def save(self, directory: str, generation: int, steps: int) -> None:
+        torch.save([steps, *(each.state_dict() for each in self.states)], f"{directory}/{generation}.pt")
+
+    def load(self, directory: str, generation: int) -> int:
+        """What a generation began with. Returns after how many steps that was."""
+        steps, *states = torch.load(f"{directory}/{generation}.pt")
+        for each, state in zip(self.states, states, strict=True):
+            each.load_state_dict(state)
+        return int(steps)
 
 
-def digest(model: nn.Module) -> str:
-    tensors = [each.detach().numpy().tobytes() for each in model.state_dict().values()]
-    return hashlib.sha1(b"".join(tensors)).hexdigest()[:12]
+prepared: dict[str, Job] = {}
+_ended: list[Any] = []
+"""Groups that may not be freed: a copy of a process lacks their threads, for whose end it would wait."""
 
 
-def strike(what: str) -> None:
-    if what in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    elif what == "raise":
-        raise ValueError("a fault of this rank's own")
-    elif what == "sleep":
-        time.sleep(60)  # left out meanwhile, and killed
-
-
-def main(last: int, steps: int, directory: str, *faults: str) -> None:
+def prepare(variant: str) -> None:
+    """Compile in a group of one rank, for copies of this process."""
     torch.set_num_threads(1)
-    elastic.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    job = prepared[variant] = Job(variant)
+    before = copy.deepcopy([each.state_dict() for each in job.states])
+    regroup(replica_of(job.model), dist.group.WORLD, -1)  # as of the first training
+    job.train(range(4), 0)
+    for each, state in zip(job.states, before, strict=True):
+        each.load_state_dict(state)
+    dist.destroy_process_group()
+
+
+def job_of(variant: str) -> Job:
+    job = prepared.get(variant)
+    if job is None:
+        return Job(variant)
+    assert dist.group.WORLD is not None
+    _ended.append(replica_of(job.model).group.process_group)
+    regroup(replica_of(job.model), dist.group.WORLD, -1)
+    return job
+
+
+class Fault:
+    """What happens to this process, if something does."""
+
+    def __init__(self, process: str, faults: tuple[str, ...]) -> None:
+        found = dict(each.split("@") for each in faults).get(process, "-1:-:-")
+        at, self.place, self.what = found.split(":")
+        self.at, self.block = int(at), -1
+
+    def begin(self, training: elastic.Training) -> None:
+        self.block += 1
+        if self.block != self.at:
+            return
+        if self.place in ("regroup", "join"):
+            form = training._form
+
+            def form_struck() -> None:
+                joins = any(each.startswith("joined") for each in training._registry.members.processes)
+                if joins or self.place == "regroup":
+                    self.strike()
+                form()
+
+            training._form = form_struck  # type: ignore[method-assign]
+        elif self.place not in PLACES:
+            threading.Timer(float(self.place), self.strike).start()
+
+    def reach(self, place: str) -> None:
+        if self.block != self.at or place != self.place:
+            return
+        if place == "backward":  # somewhere in it
+            threading.Timer(0.001, self.strike).start()
+        else:
+            self.strike()
+
+    def strike(self) -> None:
+        if self.what == "raise":
+            raise ValueError("a fault of this rank's own")
+        if self.what == "sleep":
+            time.sleep(60)  # left out meanwhile, and killed
+            return
+        if self.what == "launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            return
+        if self.what == "pause" and os.fork() == 0:
+            time.sleep(PAUSE_S)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
+
+
+def main(last: str, steps: int, directory: str, variant: str, *faults: str) -> None:
+    started_s = time.time()
+    torch.set_num_threads(1)
+    elastic.init_process_group("gloo", timeout=timedelta(seconds=60))
     process = os.environ.get(JOIN_VARIABLE) or os.environ["RANK"]
-    model = dp_compile.replicate(Net(), find_unused_parameters=True)
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    training = elastic.Training(model, optimizer, scheduler)
-    planned = dict(each.split("@") for each in faults)
-    at, place, what = planned.get(process, "-1:-:-").split(":")
-    generation, since = 0, 0
-    for block in itertools.count():
-        step, is_struck = training.steps, block == int(at)
+    job, fault = job_of(variant), Fault(process, faults)
+    training = elastic.Training(*job.states, timeout_s=TIMEOUT_S)
+    generation, since = -1, 0
+    while True:
+        if training.generation != generation and not training.is_joining:
+            generation, since = training.generation, training.steps
+            if training.rank == 0:
+                job.save(directory, generation, since)
+        is_last = training._registry.members.processes == tuple(last.split(","))
+        if is_last and training.steps >= since + steps:
+            break
         start_s = time.monotonic()
-        with training.step():
-            for micro in (0, 1):
-                with dp_compile.no_sync(model) if micro == 0 else contextlib.nullcontext():
-                    loss = compiled(batch(step, training.rank, micro)).square().mean()
-                    if is_struck and place == "forward" and micro == 1:
-                        strike(what)
-                    if is_struck and place == "backward" and micro == 1:
-                        threading.Timer(0.001, strike, [what]).start()
-                    loss.backward()
-            if is_struck and place == "optimizer":
-                strike(what)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        if is_struck and place == "between":
-            strike(what)
         line = {
             "process": process,
-            "from": step,
-            "to": training.steps,
+            "from": training.steps,
+            "generation": training.generation,
             "ranks": training.world_size,
-            "rank": training.rank,
+            "is_joining": training.is_joining,
+        }
+        fault.begin(training)
+        with training.step():
+            with dp_compile.no_sync(job.model):
+                job.forward(training.steps, training.rank, 0).backward()
+            loss = job.forward(training.steps, training.rank, 1)
+            fault.reach("forward")
+            fault.reach("backward")
+            loss.backward()
+            fault.reach("optimizer")
+            job.update()
+        fault.reach("between")
+        line |= {
+            "to": training.steps,
             "seconds": round(time.monotonic() - start_s, 3),
-            "digest": digest(model),
-            "captures": len(dp_compile.report(model).captures),
+            "since_start": round(time.time() - started_s, 3),
+            "digest": job.digest(),
+            "graphs": compiler.compiled_graphs(),
         }
         os.write(1, f"{json.dumps(line)}\n".encode())  # whole, also where others write too
-        if line["from"] == line["to"] and training.rank == 0:
-            torch.save([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()], f"{directory}/{step}.pt")
-        if training.generation != generation:
-            generation, since = training.generation, training.steps
-        if training.generation >= last and training.steps >= since + steps:
-            break
         time.sleep(0.02)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,132 @@
+"""The launcher and its processes, as copies of one that has compiled the model: a sequence takes a tenth of the time.
+
+It has done so alone in its group, as a process that joins does.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import script
+import torch.distributed as dist
+
+from dp_compile.config import MONITOR_VARIABLE
+from dp_compile.elastic import __main__ as launcher
+
+
+class Forked:
+    """What the launcher uses of `subprocess.Popen`."""
+
+    def __init__(self, function: Callable[[], int]) -> None:
+        self._code: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            _exit_with(function)
+
+    @staticmethod
+    def of_command(command: list[str], env: dict[str, str]) -> Forked:
+        return Forked(partial(_run, command, env))
+
+    def poll(self) -> int | None:
+        return self.wait(os.WNOHANG)
+
+    def wait(self, options: int = 0) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, options)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
+class Launcher:
+    """Launches the script again and again, with one variant of its model."""
+
+    def __init__(self, variant: str) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(variant, theirs))
+        self._process.start()
+
+    def launch(self, arguments: list[str], output: Path, timeout_s: int) -> Any:
+        """The exit code of the launcher, 124 if it has not ended in time."""
+        self._connection.send((_launch, (arguments, str(output), timeout_s), 1))
+        (code,) = self._connection.recv()
+        return code
+
+    def replay(self, ranks: int, directory: Path, generation: int, steps: int) -> list[str]:
+        """The digests of steps of so many ranks that lose none, from what a generation began with."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self._connection.send((_replay, (ranks, str(directory), generation, steps, scratch), ranks))
+            assert self._connection.recv() == [0] * ranks
+            found: list[str] = json.loads(Path(scratch, "digests").read_text())
+            return found
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(variant: str, connection: Connection) -> None:
+    os.environ[MONITOR_VARIABLE] = "off"  # it is a thread, which a copy would lack
+    script.prepare(variant)
+    while True:
+        function, arguments, copies = connection.recv()
+        started = [Forked(partial(function, variant, number, *arguments)) for number in range(copies)]
+        connection.send([each.wait() for each in started])
+
+
+def _replay(variant: str, rank: int, ranks: int, directory: str, generation: int, steps: int, scratch: str) -> int:
+    store = dist.FileStore(f"{scratch}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    job = script.job_of(variant)
+    begin = job.load(directory, generation)
+    digests = job.train(range(begin, begin + steps), rank)
+    if rank == 0:
+        Path(scratch, "digests").write_text(json.dumps(digests))
+    return 0
+
+
+def _launch(variant: str, number: int, arguments: list[str], output: str, timeout_s: int) -> int:
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(124))
+    signal.alarm(timeout_s)
+    with mock.patch.object(launcher, "subprocess", mock.Mock(Popen=Forked.of_command)):
+        return launcher.main(arguments)
+
+
+def _run(command: list[str], env: dict[str, str]) -> int:
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(env)
+    _, _, last, steps, *others = command
+    script.main(last, int(steps), *others)
+    return 0
+
+
+def _exit_with(function: Callable[[], int]) -> None:
+    """Ends a copy without what would be ended of the first process."""
+    code = 1
+    try:
+        code = function()
+    except SystemExit as exits:
+        code = int(str(exits.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
