@@ -168,7 +168,7 @@ class Fault:
         if self.what == "raise":
             raise ValueError("a fault of this rank's own")
         if self.what == "sleep":
-            time.sleep(60)  # left out meanwhile, and killed
+            time.sleep(600)  # left out meanwhile, and killed
             return
         if self.what == "launcher":
             os.kill(os.getppid(), signal.SIGKILL)

@@ -133,7 +133,7 @@ def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks, ranks
     """With the launcher's own processes."""
     faults = ("1@5:backward:kill",)
     command = [sys.executable, "-m", "dp_compile.elastic", *arguments(tmp_path, "", faults, 3, 1, "0,2,joined 1")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     blocks = blocks_of(run.stdout)
     pools = {2: ranks2, 3: ranks3}
