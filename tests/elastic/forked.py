@@ -5,6 +5,7 @@ It has done so alone in its group, as a process that joins does.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -24,6 +25,9 @@ import torch.distributed as dist
 
 from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.elastic import __main__ as launcher
+
+HANGS_AFTER_S = int(os.environ.get("DP_COMPILE_ELASTIC_HANGS_AFTER_S", "150"))
+"""Then a process says where it is."""
 
 
 class Forked:
@@ -111,6 +115,7 @@ def _launch(variant: str, number: int, arguments: list[str], output: str, timeou
 def _run(command: list[str], env: dict[str, str]) -> int:
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    faulthandler.dump_traceback_later(HANGS_AFTER_S, file=sys.__stderr__)
     os.environ.clear()
     os.environ.update(env)
     _, _, last, steps, *others = command
