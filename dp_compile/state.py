@@ -55,10 +55,10 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
             placements[dim] = placement
     # With the shape of the whole: ranks would guess another one each where they do not share a dimension evenly.
     shape: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-    whole = DTensor.from_local(dtensors.own_part(tensor.detach()), parent, placements, **shape)
+    whole = DTensor.from_local(dtensors.local_tensor(tensor.detach()), parent, placements, **shape)
     placements[own[-1]] = Shard(0)
     with torch.no_grad():
-        part = dtensors.own_part(whole.redistribute(placements=placements)).clone()
+        part = dtensors.local_tensor(whole.redistribute(placements=placements)).clone()
     return DTensor.from_local(part, parent, placements, **shape)
 
 
@@ -80,7 +80,7 @@ def gather(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> torch.Tensor
         raise ConfigError(f"gather() needs a DTensor on {parent}, as chunk() makes it, got {where}.")
     placements = [Replicate() if dim in own else each for dim, each in enumerate(tensor.placements)]
     with torch.no_grad():
-        return dtensors.own_part(tensor.redistribute(placements=placements))
+        return dtensors.local_tensor(tensor.redistribute(placements=placements))
 
 
 def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:

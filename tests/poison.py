@@ -21,7 +21,7 @@ def poisoned() -> Iterator[None]:
     def registers(pending: Pending) -> None:
         register(pending)
         before[pending] = [each.detach().clone() for each in pending.parameters]
-        with torch.no_grad(), pending.replica.state.local.updating(pending.indices):
+        with torch.no_grad(), pending.replica.state.step_guard.updating(pending.indices):
             for each in pending.parameters:
                 each.fill_(torch.nan)
         pending.versions = pending._versions_now()

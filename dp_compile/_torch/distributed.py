@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch.dtensors import own_part
+from dp_compile._torch.dtensors import local_tensor
 from dp_compile._torch.missing import named
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import CLASSES, Backend
@@ -258,7 +258,7 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
     gloo knows neither 16-bit integers nor float8 (torch 2.13), and an expanded tensor cannot be written to.
     """
-    tensor = own_part(tensor)
+    tensor = local_tensor(tensor)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

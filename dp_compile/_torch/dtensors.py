@@ -28,7 +28,7 @@ def is_dtensor(tensor: object) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What a rank holds of a tensor, in the same memory: its part of a DTensor, all of any other."""
     if not is_dtensor(tensor):
         return tensor
@@ -50,7 +50,7 @@ def adding_cannot_be_traced(gradient: torch.Tensor | None) -> bool:
 
 
 def laid_out_as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The inverse of `own_part`: a tensor laid out as `like` of which this rank holds `part`, in its memory."""
+    """The inverse of `local_tensor`: a tensor laid out as `like` of which this rank holds `part`, in its memory."""
     if not is_dtensor(like):
         return part
     return from_part(part, like)

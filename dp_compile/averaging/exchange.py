@@ -23,7 +23,7 @@ from dp_compile._torch import distributed
 from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.engine.group import group_on
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import agree, table_of
+from dp_compile.engine.plan_sync import channel_of, check_consistent
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError, require
 from dp_compile.passes.crossing import in_flight
@@ -62,7 +62,7 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
         require(has_average, f"parameter {place} of params", f"dense {', '.join(map(str, AVERAGED))}", shown)
     if in_flight:
         for replica in {owner[0] for owner in map(owners.find, found.values()) if owner is not None}:
-            replica.arrive()  # updates that an optimizer has left for the next forward
+            replica.wait_for_updates()  # updates that an optimizer has left for the next forward
     return list(found.values())
 
 
@@ -74,7 +74,7 @@ def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGr
     ranks = set(dist.get_process_group_ranks(process_group)) if dist.get_rank(process_group) >= 0 else set()
     for replica, averaged in indices.items():
         if ranks.issuperset(dist.get_process_group_ranks(replica.group.process_group)):
-            replica.state.local.made_equal(averaged)
+            replica.state.step_guard.made_equal(averaged)
 
 
 class Exchange:
@@ -146,7 +146,9 @@ class Exchange:
         self._meetings += 1
         group = group_on(self._group, tensors[0].device.type)
         statement = {**more, "step": step, "parameters": [" ".join(map(str, _described(tensor))) for tensor in tensors]}
-        agree(table_of(group, tensors[0].device), f"{self._topic}/{group.name}/{self._meetings}", statement, call=CALL)
+        check_consistent(
+            channel_of(group, tensors[0].device), f"{self._topic}/{group.name}/{self._meetings}", statement, call=CALL
+        )
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:

@@ -131,7 +131,9 @@ class Mixer:
                 )
         replica, pairs = self._replica(), zip(self._versions, map(autograd.version_of, self._parameters), strict=True)
         if replica is not None and (changed := [
-            index for index, (then, now) in enumerate(pairs) if then != now and index not in replica.state.local.exempt
+            index
+            for index, (then, now) in enumerate(pairs)
+            if then != now and index not in replica.state.step_guard.exempt
         ]):  # fmt: skip
             raise ReductionError(
                 f"{replica.name_list(changed)} changed between two steps while their exchange was in flight. Mixing "

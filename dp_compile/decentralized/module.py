@@ -22,11 +22,11 @@ from dp_compile.decentralized.mixing import Mixer, plan_of
 from dp_compile.decentralized.topologies import Topology
 from dp_compile.decentralized.topologies import topology as topology_of_name
 from dp_compile.decentralized.updates import MixingUpdates
-from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
+from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError, ReductionError, require
 from dp_compile.optim.setup import check_kind
-from dp_compile.plan.planner import Planned
+from dp_compile.plan.planner import PlanResult
 from dp_compile.replication.module import Pending, inner_module, parts_of, replica_of, state_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.tensor_parallel import refuse_dtensors
@@ -99,14 +99,14 @@ def decentralize(
         if isinstance(state_of(module), Pending):
             raise ModuleError("the module has lazy or meta parameters. Run a forward, or initialise them, first.")
         replica = replica_of(module)
-        with telling_the_others(replica, CALL):
+        with propagate_errors(replica, CALL):
             _check(grad_clip_norm, scaler, bucket_size_in_mb)
             chosen = _topology(topology, replica.group.world_size, local_world_size)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
-            replica.adopt(Planned(plan_of(replica, bucket_size_in_mb)), replica.planning.ready)
+            replica.adopt(PlanResult(plan_of(replica, bucket_size_in_mb)), replica.planning.ready)
         edges = hashlib.sha256(repr(chosen.steps).encode()).hexdigest()[:8]
-        agree_in_call(replica, {
+        check_consistent_in_call(replica, {
             "topology": f"{chosen.name}, period {chosen.period}, edges {edges}",
             "optimizer": type(made).__qualname__,
             "grad_clip_norm": float(grad_clip_norm),

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_compile.decentralized.mixing import Mixer
 from dp_compile.decentralized.topologies import Edge
-from dp_compile.engine.sinks import Updates, Wanted
+from dp_compile.engine.sinks import UpdateRequest, Updates
 from dp_compile.errors import ReductionError
 from dp_compile.plan.words import count
 
@@ -65,8 +65,8 @@ class MixingUpdates(Updates):
                 "update. Train outside of global_average(), or call revert_global_avg() first."
             )
 
-    def wanted(self, *, keep_graph: bool) -> Wanted:
-        return Wanted()  # all of it comes at the end
+    def update_request(self, *, keep_graph: bool) -> UpdateRequest:
+        return UpdateRequest()  # all of it comes at the end
 
     def apply(self, *_: object) -> None:
         raise AssertionError("no backward of a decentralized module is captured")

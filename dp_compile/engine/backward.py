@@ -28,14 +28,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
+from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, local_tensor
 from dp_compile.engine import updates
 from dp_compile.engine.flags import stepped_message
-from dp_compile.engine.guards import check_finite, check_intact, check_parameters, refuse_unreduced
+from dp_compile.engine.guards import check_finite, check_module, check_parameters, refuse_unreduced
 from dp_compile.engine.hooks import (
-    LocalArrivals,
-    NoArrivals,
+    NoGradients,
     ReductionRound,
+    UnsyncedGradients,
     await_inner,
     launches_so_far,
     leave,
@@ -44,7 +44,7 @@ from dp_compile.engine.hooks import (
 )
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import is_of_other_ranks, meet_before_launch, settle
+from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Replica, warn_once
 from dp_compile.engine.window import BackwardState, Capturing, current, wait_for_window
@@ -143,10 +143,10 @@ def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...
         raise
     finally:
         for replica in state.late:
-            replica.state.arrivals_in = None
+            replica.state.receiver = None
     for replica in state.replicas:
         if not replica.state.sync:
-            replica.state.local.backward_ended()
+            replica.state.step_guard.backward_ended()
         if replica.module.precision is not None and not call.keep_graph:
             replica.module.precision.backward_has_ended()
     return result
@@ -196,7 +196,7 @@ def _reduce_late(state: BackwardState) -> None:
         replica.history.backwards["eager hooks"] += 1
         with Watched([replica]), updates.OneBackward([replica], keep_graph=False):
             reduction_round.finish()
-            replica.state.arrivals_in = None
+            replica.state.receiver = None
             _complete(replica, ())
 
 
@@ -245,7 +245,7 @@ def _meet(state: BackwardState) -> None:
     """Where ranks talk before a backward is reduced. The order is a protocol: ranks without inputs hear of it first."""
     state.is_announced = True
     for replica in state.synced:
-        replica.state.local.begin()
+        replica.state.step_guard.begin()
     for uneven in [replica.state.uneven for replica in state.synced if replica.state.uneven is not None][:1]:
         uneven.announce(state.synced)
     for replica in state.synced:
@@ -261,7 +261,7 @@ def _leave(state: BackwardState, error: BaseException) -> None:
         return
     if is_of_other_ranks(error) or (state.is_announced and state.launches is None):
         # They do not come, or hear of it where they meet.
-        leave({each: 0 for each in synced if state.launches is not None and each.state.local.reduced}, error)
+        leave({each: 0 for each in synced if state.launches is not None and each.state.step_guard.reduced}, error)
         return
     try:
         if state.launches is None:
@@ -273,8 +273,8 @@ def _leave(state: BackwardState, error: BaseException) -> None:
             earlier = sum(launches[each] for each in launches if each.planning.groups == replica.planning.groups)
             stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
             launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
-        waited_for = [replica for replica in synced if replica.state.local.reduced is None]
-        settle(waited_for)
+        waited_for = [replica for replica in synced if replica.state.step_guard.reduced is None]
+        finalize_plans(waited_for)
         meet_before_launch(waited_for)
         leave(launches, error)
         _follow(state, error)
@@ -290,20 +290,20 @@ def _leave(state: BackwardState, error: BaseException) -> None:
 
 def _follow(state: BackwardState, error: BaseException) -> None:
     """Where other ranks have the gradients, take part in what they do with them."""
-    others = [replica for replica in state.synced if replica.state.local.reduced]
+    others = [replica for replica in state.synced if replica.state.step_guard.reduced]
     for replica in others:
         if replica not in state.completed:
             with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
                 complete_backward(replica, {})
     for replica in others:
-        for each in () if replica.state.rehearses else replica.after.updates:
+        for each in () if replica.state.is_dry_run else replica.after.updates:
             each.left_out(error)
 
 
 def _check_alone(replicas: Sequence[Replica]) -> None:
     for replica in replicas:
-        arrivals = replica.state.arrivals_in
-        if arrivals is not None and not (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
+        receiver = replica.state.receiver
+        if receiver is not None and not (isinstance(receiver, ReductionRound) and receiver.is_left_over()):
             raise ReductionError(
                 f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
                 "operator. Concurrent backward passes are not supported: run one after the other."
@@ -357,8 +357,8 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
 
     replicas = state.replicas
     known = [len(replica.history.captures) for replica in replicas]
-    arrivals = {each: NoArrivals(each) if each.state.sync else LocalArrivals(each) for each in replicas}
-    with capture() as begun, reporting(arrivals):
+    receiver = {each: NoGradients(each) if each.state.sync else UnsyncedGradients(each) for each in replicas}
+    with capture() as begun, reporting(receiver):
         try:
             result = call.run()
         finally:
@@ -378,10 +378,10 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
         if len(replica.history.captures) > before:
             replica.history.structures[_structure(state.outputs)] = COMES_AGAIN
     for replica in state.synced:  # it has sent its flags before its hooks ran: what they changed is found here
-        replica.state.local.note_steps()
-        if replica.state.local.stepped:
-            indices = sorted(replica.state.local.stepped)
-            replica.state.local.stepped.clear()
+        replica.state.step_guard.note_steps()
+        if replica.state.step_guard.stepped:
+            indices = sorted(replica.state.step_guard.stepped)
+            replica.state.step_guard.stepped.clear()
             raise ReductionError(stepped_message(replica, indices))
     return result
 
@@ -394,7 +394,7 @@ def _remember(state: BackwardState, obstacle: str) -> None:
 
 def _run_eagerly(state: BackwardState, obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in state.replicas:
-        check_intact(replica)
+        check_module(replica)
     _say_not_captured(state.replicas, obstacle)
     left_out: dict[tuple[Replica, int], dict[int, Any]] = {}
 
@@ -460,7 +460,7 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
         reduced = {
-            name: grad.coalesce().values() if grad.is_sparse else own_part(grad)
+            name: grad.coalesce().values() if grad.is_sparse else local_tensor(grad)
             for name, grad in grads
             if grad is not None
         }
@@ -624,7 +624,7 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
 def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
     """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
     history = replicas[0].history
-    all_at_once = history.compiled_for_plan() < AT_ONCE or replicas[0].state.rehearses
+    all_at_once = history.compiled_for_plan() < AT_ONCE or replicas[0].state.is_dry_run
     if all_at_once and not history.refused:
         return None
     structure = _structure(outputs)

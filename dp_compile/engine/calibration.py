@@ -31,7 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import distributed
 from dp_compile.config import REMEMBERED, link_source
 from dp_compile.engine.group import Group, group_on, resolve_group
-from dp_compile.engine.plan_sync import agree_in_call, decide, exchange, meeting, table_in_backward
+from dp_compile.engine.plan_sync import (
+    all_gather_object,
+    broadcast_object,
+    channel_in_backward,
+    check_consistent_in_call,
+    unique_topic,
+)
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
@@ -93,7 +99,7 @@ def calibrate(
     device = torch.device(distributed.working_device(group) if device is None else device)
     on_device = group_on(group, device.type)
     # A collective with a rank that never comes would end with an error that names no rank.
-    agree_in_call(on_device, {}, "calibrate()")
+    check_consistent_in_call(on_device, {}, "calibrate()")
     found = _Sweep(replace(on_device, levels=levels), device, REPETITIONS, statistics.median).fit()
     _known.setdefault(group, {})[device.type] = found.cost
     return found
@@ -200,10 +206,10 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
     group, device = replica.group, replica.device
     known = _links.setdefault(group.process_group, {})
     if device.type not in known:
-        table = table_in_backward(replica)
-        hosts = Counter(exchange(table, meeting(replica, "hosts"), socket.gethostname()))
+        channel = channel_in_backward(replica)
+        hosts = Counter(all_gather_object(channel, unique_topic(replica, "hosts"), socket.gethostname()))
         file, key, keeps = _file(), _key(group, device, hosts.values()), link_source() == REMEMBERED
-        found = decide(table, meeting(replica, "link"), _read(file).get(key) if keeps else None)
+        found = broadcast_object(channel, unique_topic(replica, "link"), _read(file).get(key) if keeps else None)
         if found is not None:
             known[device.type] = AllReduceCost.from_dict(found)
         else:

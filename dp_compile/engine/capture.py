@@ -19,10 +19,10 @@ from dp_compile._torch import distributed, dynamo
 from dp_compile._torch.dtensors import placements_of
 from dp_compile.engine import window
 from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
-from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Sites, find_sites
+from dp_compile.engine.graph import Binding, CapturedGraph, GradientId, Layouts, Sites, find_sites
 from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
-from dp_compile.engine.plan_sync import settle
+from dp_compile.engine.plan_sync import finalize_plans
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares
@@ -63,7 +63,7 @@ class CapturedBackward:
         compiled: CompiledBackward | None = None
         try:
             binding = self._bind(backward, inputs, rest[2])
-            if self._settle(replicas, binding, inputs, rest):  # other plans: a binding says which
+            if self._finalize_plans(replicas, binding, inputs, rest):  # other plans: a binding says which
                 binding = self._bind(backward, inputs, rest[2])
             compiled = self._compiled.get(binding)
             if compiled is None:
@@ -93,7 +93,7 @@ class CapturedBackward:
         Raises:
             ReductionError: a parameter gets a gradient that no hook reduces.
         """
-        replicas, sites, wanted = backward.replicas, self._sites, backward.wanted_in_order()
+        replicas, sites, wanted = backward.replicas, self._sites, backward.update_requests()
         mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
         existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
         layouts: Layouts = ()
@@ -128,7 +128,9 @@ class CapturedBackward:
             self._bound = met, binding
         return binding
 
-    def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:
+    def _finalize_plans(
+        self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]
+    ) -> bool:
         """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
         synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.planning.awaits_graph]
@@ -140,7 +142,7 @@ class CapturedBackward:
         for (ordinal, index), share in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = share
         times = {replica: ReadyTimes(found, None, ESTIMATED) for replica, found in shares.items()}
-        settle(synced, times)
+        finalize_plans(synced, times)
         for replica in assumed:
             if (
                 replica.planning.ready.basis == ASSUMED and replica in times
@@ -176,14 +178,14 @@ def estimates_of(
     sizes: Any,
     scalars: Any,
     hooks: Any,
-) -> dict[Place, float]:
+) -> dict[GradientId, float]:
     """When the gradients of a backward are ready, from its graph; nothing if it does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
     """
     values = fake_values(graph_module, inputs, sizes, scalars, hooks)
     found = dict(zip(sites.accumulations, _accumulations(graph_module.graph), strict=True))
-    accumulations: dict[Place, Accumulation] = {}
+    accumulations: dict[GradientId, Accumulation] = {}
     for call, place, adds in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
         if place is not None:
             accumulations[place] = found[call.parameter]._replace(adds=adds)

@@ -19,14 +19,14 @@ import torch
 from torch import fx, nn
 
 from dp_compile._torch import autograd, dynamo, inductor
-from dp_compile._torch.dtensors import own_part
+from dp_compile._torch.dtensors import local_tensor
 from dp_compile.engine import dumps
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.graph import (
     CapturedGraph,
+    GradientId,
     NotPlain,
-    Place,
     ToReduce,
     check_plain,
     reductions_in,
@@ -42,7 +42,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.crossing import LeaveReductions
+from dp_compile.passes.crossing import DeferReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.memory import Running
 from dp_compile.passes.own_memory import OwnMemory
@@ -103,20 +103,20 @@ class CompiledBackward:
         self._latest: CaptureRecord | None = None
         # Of the backward that is running.
         self._replicas: tuple[Replica, ...] = ()
-        self._settling: tuple[Replica, ...] = ()
+        self._reducing: tuple[Replica, ...] = ()
         self._ranges: BucketRanges | None = None
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
             if not replica.state.sync:
-                replica.state.local.used.update(self._used[ordinal])
+                replica.state.step_guard.used.update(self._used[ordinal])
         self.has_begun = False
         inputs.extend(self._extra_inputs(replicas))
-        self._replicas, self._settling = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
+        self._replicas, self._reducing = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
         try:
-            with during(BACKWARD, *self._settling):
+            with during(BACKWARD, *self._reducing):
                 if self._has_run and autograd.profiler_is_on():
-                    self._ranges = BucketRanges(self._settling)
+                    self._ranges = BucketRanges(self._reducing)
                 started = time.monotonic()
                 if self._run is None:
                     self._run = self._make(inputs)
@@ -128,10 +128,10 @@ class CompiledBackward:
                 raise error.inner_exception from None
             raise
         finally:
-            self._replicas, self._settling, self._ranges = (), (), None
+            self._replicas, self._reducing, self._ranges = (), (), None
         self._has_run = True
         self._record(replicas)
-        self._settle(replicas, reduced)
+        self._hand_out(replicas, reduced)
         return outputs
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
@@ -143,8 +143,8 @@ class CompiledBackward:
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             used = self._used[ordinal]
-            if replica.state.local.used:
-                used = tuple(sorted({*used, *replica.state.local.used}))
+            if replica.state.step_guard.used:
+                used = tuple(sorted({*used, *replica.state.step_guard.used}))
             yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:
@@ -154,18 +154,18 @@ class CompiledBackward:
                     # gradient, and Dynamo (torch 2.13) fails on a tensor that stands twice in that list; and one view
                     # of a bucket next to another to which is added is more than AOTAutograd can trace with dynamic
                     # shapes.
-                    yield own_part(grad).detach().clone()
+                    yield local_tensor(grad).detach().clone()
             for index in range(len(replica.parameters)) if replica.planning.comm_hook is not None else ():
                 yield from replica.state_of_hook(index).values()
 
-    def _settle(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
+    def _hand_out(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
         remaining = iter(reduced)
         complaints: list[DPCompileError] = []
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             flags = next(remaining)
             averages = [None if index in replica.after.scattered else next(remaining) for index in unused]
-            replica.state.local.used.clear()
+            replica.state.step_guard.used.clear()
             try:
                 replica.hand_out(unused, averages, replica.used_by_nobody(unused, flags))
                 read_flags(replica, flags, unused)
@@ -218,10 +218,10 @@ class CompiledBackward:
         log.graphs, log.reductions = 1, sum(found.values())
         logger.debug("compiling a graph of a backward, %d reductions in it", log.reductions)
         if found:
-            for replica in self._settling:
+            for replica in self._reducing:
                 check_not_moved(replica)
         dump = self._dump(example_inputs) if dumps.are_wanted() else None
-        with during(COMPILE, *self._settling), dump or _NOTHING, inductor.generated_anew() if dump else _NOTHING:
+        with during(COMPILE, *self._reducing), dump or _NOTHING, inductor.generated_anew() if dump else _NOTHING:
             if dump is not None:
                 dump.stage(dumps.CAPTURED, graph_module.graph)
             shares = memory_of([*_flat(example_inputs)], self._written()) if self._updates else ()
@@ -229,7 +229,7 @@ class CompiledBackward:
         dynamo.let_go_of_nodes(graph_module)
         return self._runs(compiled, shares)
 
-    def _check_reductions(self, found: Counter[Place], graph: fx.Graph) -> None:
+    def _check_reductions(self, found: Counter[GradientId], graph: fx.Graph) -> None:
         expected = Counter(
             (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
         )
@@ -260,7 +260,7 @@ class CompiledBackward:
         crosses = tuple(tuple(each.crosses for each in wanted) for wanted in self._binding.wanted)
         if self._updates and any(map(any, crosses)):
             # After all of it: every reduction has its wait until here.
-            whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
+            whole = inductor.ChainedPass(whole, inductor.Keyed(DeferReductions(self._plans, crosses)))
         is_inductor = self._replicas[0].config.backend == "inductor"
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
         with observing(self._note_written):
@@ -277,7 +277,7 @@ class CompiledBackward:
         return Pipeline(passes, self._plans, self._note_result, held, on_stage)
 
     def _dump(self, example_inputs: Sequence[Any]) -> dumps.Dump:
-        ordinals = dict(zip(self._settling, self._synced, strict=True))
+        ordinals = dict(zip(self._reducing, self._synced, strict=True))
         inputs: list[str | None] = []
         for value in _flat(example_inputs):
             found = owners.find(value) if isinstance(value, nn.Parameter) else None
@@ -295,7 +295,7 @@ class CompiledBackward:
         def run(*args: Any) -> Any:
             if self._updates and memory_of([*_flat(args)], self._written()) != shares:
                 raise OtherMemory("the inputs of a captured backward alias differently than at compilation")
-            meet_before_launch(self._settling)
+            meet_before_launch(self._reducing)
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
             plans = tuple(replica.plan for replica in self._replicas)
@@ -410,7 +410,7 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
     for replica in replicas:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
-        if (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.rehearses:
+        if (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.is_dry_run:
             logger.warning(
                 "synchronised backward %d compiled new code, which added %.1f s to the step; a recompiled forward adds "
                 "more. Causes: a new input size, a new set of used parameters, or a new mode. dp_compile.warmup() with "

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import autograd
-from dp_compile.engine.plan_sync import exchange, table_in_backward
+from dp_compile.engine.plan_sync import all_gather_object, channel_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
 from dp_compile.plan.flags import FAILED, is_failed, is_moved_by_some, is_stepped, more_elements, ranks_disagree
@@ -84,7 +84,10 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     errors a one says "unused here", so that nothing but zeros means that all is well.
     """
     ones = tuple(used if replica.config.may_be_unused else unused)
-    stepped, moved = bool(replica.state.local.stepped), replica.state.local.moved or bool(replica.state.local.missed)
+    stepped, moved = (
+        bool(replica.state.step_guard.stepped),
+        replica.state.step_guard.moved or bool(replica.state.step_guard.missed),
+    )
     this, key = _of(replica), (ones, stepped, moved)
     if this.sent is None or this.sent[0] != key:
         elements = [0.0] * len(replica.parameters)
@@ -102,13 +105,13 @@ def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
     These flags count as read.
     """
     _settled[replica.group.name] += 1
-    replica.state.local.stepped.clear()
-    replica.state.local.moved, replica.state.local.missed = False, ""
-    table = table_in_backward(replica)
-    if table is not None:
+    replica.state.step_guard.stepped.clear()
+    replica.state.step_guard.moved, replica.state.step_guard.missed = False, ""
+    channel = channel_in_backward(replica)
+    if channel is not None:
         key = _key_of_failure(replica, _settled[replica.group.name], dist.get_rank())
         with contextlib.suppress(RuntimeError):  # no store: the flags say it without the text
-            table.store.set(key, in_one_line(error, 500))
+            channel.store.set(key, in_one_line(error, 500))
     return _made(replica, [0.0] * len(replica.parameters) + [*FAILED])
 
 
@@ -138,7 +141,7 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
     if not (replica.group.has_others and flags.is_cpu) or _are_fine(replica, flags):
         return
     if is_failed(flags[len(replica.parameters) :].tolist()):
-        replica.state.local.reduced = False
+        replica.state.step_guard.reduced = False
         _settled[replica.group.name] += 1
         raise VoidBackwardError(_who_failed(replica, _settled[replica.group.name]))
 
@@ -159,7 +162,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
         VoidBackwardError: the backward failed on some rank.
     """
     _settled[replica.group.name] += 1
-    local, checks = replica.state.local, replica.config.check_reductions
+    local, checks = replica.state.step_guard, replica.config.check_reductions
     stepped, moved, missed = tuple(sorted(local.stepped)) if checks else (), local.moved, local.missed
     local.stepped.clear()
     local.moved, local.was_moved, local.missed, local.reduced = False, moved, "", False
@@ -209,12 +212,17 @@ def _judge(replica: Replica, reduced: _Reduced) -> None:
 
 
 def _who_failed(replica: Replica, number: int) -> str:
-    table, done, own, texts = table_in_backward(replica), replica.history.synced_backwards, dist.get_rank(), list[str]()
-    for rank in () if table is None else dist.get_process_group_ranks(replica.group.process_group):
+    channel, done, own, texts = (
+        channel_in_backward(replica),
+        replica.history.synced_backwards,
+        dist.get_rank(),
+        list[str](),
+    )
+    for rank in () if channel is None else dist.get_process_group_ranks(replica.group.process_group):
         key = _key_of_failure(replica, number, rank)
         with contextlib.suppress(RuntimeError):
-            if table is not None and rank != own and table.store.check([key]):
-                texts.append(f"; rank {rank} left backward {done + 1} with an error: {table.store.get(key).decode()}")
+            if channel is not None and rank != own and channel.store.check([key]):
+                texts.append(f"; rank {rank} left backward {done + 1} with an error: {channel.store.get(key).decode()}")
     return (
         f"rank {own}, module of {replica.names[0]}: synchronised backward {done + 1} is void{''.join(texts[:4])}. No "
         "rank has averaged gradients. Call zero_grad() on every rank and continue, or stop."
@@ -223,7 +231,7 @@ def _who_failed(replica: Replica, number: int) -> str:
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
     own = f"the module of {replica.names[0]}, number {replica.module.number}"
-    stated = exchange(table_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
+    stated = all_gather_object(channel_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
     return (
         "the ranks reduced different modules together, so the reduced gradients are invalid: "
         f"{'; '.join(f'rank {rank} {each}' for rank, each in enumerate(stated))}. "
@@ -243,8 +251,8 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
     """A rank that missed a step says so; else `no_sync` differs between ranks."""
-    table = table_in_backward(replica) if reduced.event is None else None
-    missed = exchange(table, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
+    channel = channel_in_backward(replica) if reduced.event is None else None
+    missed = all_gather_object(channel, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, missed)) or (
         f"parameters of the module of {replica.names[0]} were changed on {'this' if reduced.moved else 'another'} rank "
         "after a backward under no_sync, and not on every rank, so the ranks differ now: is no_sync used on some ranks "
@@ -254,15 +262,15 @@ def _who_moved(replica: Replica, reduced: _Reduced) -> str:
 
 def _unused_message(replica: Replica, reduced: _Reduced) -> str:
     """Which rank left which parameters out. On a GPU ranks read flags in different backwards: none can be asked."""
-    here, table = reduced.unused, table_in_backward(replica) if reduced.event is None else None
+    here, channel = reduced.unused, channel_in_backward(replica) if reduced.event is None else None
     where: dict[str, list[int]] = {"this rank": list(here)}
-    if table is None:
+    if channel is None:
         somewhere = reduced.flags[: len(replica.parameters)].nonzero().flatten().tolist()
         where["another rank"] = [index for index in somewhere if index not in here]
     else:
         topic, ranks = f"dp_compile.left_out/{replica.module.topic}/{reduced.number}", dict[str, list[int]]()
-        for rank, left_out in enumerate(stated := exchange(table, topic, list(here))):
-            if rank != table.rank:
+        for rank, left_out in enumerate(stated := all_gather_object(channel, topic, list(here))):
+            if rank != channel.rank:
                 ranks.setdefault(str(left_out), []).append(rank)
         where |= {ranks_in_words(each): stated[each[0]] for each in ranks.values()}
     parts = "; ".join(

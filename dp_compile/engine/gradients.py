@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import nn
 
-from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part, redistributed_as
+from dp_compile._torch.dtensors import is_dtensor, laid_out_as, local_tensor, redistributed_as
 from dp_compile.comm_hooks.functional import sent_nbytes
 from dp_compile.engine.group import Group
 from dp_compile.passes.reduction import dtype_of
@@ -39,7 +39,7 @@ def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> Gr
 
     Of a DTensor each rank averages the part that it holds.
     """
-    tensor = own_part(tensor)
+    tensor = local_tensor(tensor)
     dtype, shape, stride = tensor.dtype, tuple(tensor.shape), dense_strides(tensor)
     if tensor.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
         dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
@@ -58,9 +58,9 @@ def real_view(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def own_view(grad: torch.Tensor) -> torch.Tensor:
+def local_view(grad: torch.Tensor) -> torch.Tensor:
     """As `real_view`, of what this rank holds of a gradient: of one that is a DTensor its own part."""
-    return real_view(own_part(grad))
+    return real_view(local_tensor(grad))
 
 
 def lay_out(parameter: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
 
 def empty_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """A gradient of a parameter, with any values, in the layout that torch gives it."""
-    part = own_part(parameter)
+    part = local_tensor(parameter)
     empty = torch.empty_strided(part.shape, dense_strides(part), dtype=part.dtype, device=part.device)
     return laid_out_as(parameter, empty)
 

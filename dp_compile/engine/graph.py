@@ -26,17 +26,17 @@ import torch
 from torch import fx, nn
 
 from dp_compile._torch import dynamo
-from dp_compile._torch.dtensors import from_part, own_part, redistributed_as
+from dp_compile._torch.dtensors import from_part, local_tensor, redistributed_as
 from dp_compile.comm_hooks.functional import HOOK_STATE
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.sinks import Wanted
+from dp_compile.engine.sinks import UpdateRequest
 from dp_compile.engine.updates import InBackward
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.plan.flags import NUMBER_BITS
 
-Place = tuple[int, int]
+GradientId = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""
 
 Layouts = tuple[tuple[str, ...], ...]
@@ -75,10 +75,10 @@ class Binding:
     """
 
     code_keys: tuple[tuple[str, bool], ...]
-    hooked: tuple[Place | None, ...]
+    hooked: tuple[GradientId | None, ...]
     into_existing: tuple[bool, ...]
-    kept: tuple[Place, ...]
-    wanted: tuple[tuple[Wanted, ...], ...] = ()
+    kept: tuple[GradientId, ...]
+    wanted: tuple[tuple[UpdateRequest, ...], ...] = ()
     """What optimizers update in it, of each replica."""
     layouts: Layouts = ()
     """With DTensor parameters: the layouts of gradients from before. Dynamo does not guard on them."""
@@ -105,7 +105,7 @@ class ToReduce:
     unused: Mapping[int, tuple[int, ...]]
     updates: tuple[InBackward, ...] = ()
 
-    def updates_parameter(self, place: Place) -> bool:
+    def updates_parameter(self, place: GradientId) -> bool:
         return any(each.replica == place[0] and place[1] in each.indices for each in self.updates)
 
 
@@ -160,11 +160,11 @@ class _Builder:
         self.copied = {old.name: new for old, new in nodes.items()}
         self.start = next(node for node in self.graph.nodes if node.op != "placeholder")
         self.position = captured.input_count
-        self.factors: dict[Place, tuple[fx.Node, ...]] = {}
+        self.factors: dict[GradientId, tuple[fx.Node, ...]] = {}
         """For each gradient that has some: the factors that are given when the code runs."""
-        self.parameters: dict[Place, fx.Node] = {}
+        self.parameters: dict[GradientId, fx.Node] = {}
         """Those that have a hook."""
-        self.reductions: dict[Place, fx.Node] = {}
+        self.reductions: dict[GradientId, fx.Node] = {}
         """Those that are in the graph."""
 
     def take(self) -> fx.Node:
@@ -201,7 +201,7 @@ class _Builder:
             if self.replicas[place[0]].reduces:
                 reduce: Callable[..., torch.Tensor] = reduce_accumulated
                 if place[1] in self.replicas[place[0]].module.dtensors:
-                    reduce = reduce_own_part
+                    reduce = reduce_local_tensor
                 elif self.wanted.updates_parameter(place):
                     reduce = reduce_to_update
                 self.parameters[place] = parameter
@@ -234,7 +234,7 @@ class _Builder:
             taken = self.take()
             with self.graph.inserting_before(self.start):
                 return self.graph.call_function(real_view, (taken,))
-        part = own_part(parameters[index])
+        part = local_tensor(parameters[index])
         options: dict[str, Any] = {"dtype": part.dtype.to_real(), "device": part.device}
         return self.graph.call_function(
             torch.zeros, ([*part.shape, 2] if part.is_complex() else [*part.shape],), options
@@ -301,7 +301,7 @@ def reduce_accumulated(
     return reduced
 
 
-def reduce_own_part(
+def reduce_local_tensor(
     parameter: Any,
     existing: bool,
     index: int,
@@ -458,9 +458,9 @@ class _PlainGraph:
         return reduced
 
 
-def reductions_in(graph: fx.Graph) -> Counter[Place]:
+def reductions_in(graph: fx.Graph) -> Counter[GradientId]:
     """The reductions in a graph as Dynamo leaves it: index and replica are the op's second and third argument."""
-    found: Counter[Place] = Counter()
+    found: Counter[GradientId] = Counter()
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         index, replica = node.args[1:3]
         assert isinstance(index, int)

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch.dtensors import groups_that_shard, own_part
+from dp_compile._torch.dtensors import groups_that_shard, local_tensor
 from dp_compile.config import CHECK_VARIABLE, check_parameters_every
-from dp_compile.engine.gradients import dense_strides, own_view
+from dp_compile.engine.gradients import dense_strides, local_view
 from dp_compile.engine.module_names import fully_qualified
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import exchange, meeting, table_in_backward
+from dp_compile.engine.plan_sync import all_gather_object, channel_in_backward, unique_topic
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError
 from dp_compile.plan.words import ranks_in_words
@@ -52,11 +52,11 @@ _ADDED: Final = (
 )
 
 _Modules = tuple[weakref.ref[nn.Module], ...]
-_intact: Final[weakref.WeakKeyDictionary[Replica, tuple[_Modules, list[object]]]] = weakref.WeakKeyDictionary()
+_checked: Final[weakref.WeakKeyDictionary[Replica, tuple[_Modules, list[object]]]] = weakref.WeakKeyDictionary()
 """The modules of each replica, and the look at them, when it was found intact."""
 
 
-def check_intact(replica: Replica) -> None:
+def check_module(replica: Replica) -> None:
     """Compare the module with what was replicated.
 
     Raises:
@@ -135,7 +135,7 @@ def _moved(replica: Replica) -> str:
 
 
 def _looks_as_before(replica: Replica) -> bool:
-    found = _intact.get(replica)
+    found = _checked.get(replica)
     return found is not None and _look(replica, found[0]) == found[1]
 
 
@@ -143,7 +143,7 @@ def _remember(replica: Replica) -> None:
     root = replica.module.outline.root()
     modules = [*(() if root is None else root.modules()), *replica.owning_modules()]
     refs = tuple(map(weakref.ref, dict.fromkeys(modules)))
-    _intact[replica] = refs, _look(replica, refs)
+    _checked[replica] = refs, _look(replica, refs)
 
 
 def _look(replica: Replica, modules: _Modules) -> list[object]:
@@ -161,7 +161,7 @@ def _without_hook(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Trainable parameters of the module that no hook reduces: why, name, parameter."""
     yield from ((_FROZEN, name, each) for name, each in replica.module.frozen if each.requires_grad)
     known = {id(each) for each in (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))}
-    for place in replica.module.parameter_places:
+    for place in replica.module.parameter_refs:
         found = place.find()
         if found is not None and found.requires_grad and id(found) not in known:
             yield _REPLACED, place.name, found
@@ -278,11 +278,11 @@ def _differing(sums: _Sums) -> list[int]:
 def _launch(replica: Replica, after: int) -> _Sums:
     """Without embeddings that have a `max_norm`: a forward shortens the rows that its rank uses. Nor of subclasses of
     tensors, which may not have bits that could be read."""
-    local = replica.state.local
+    local = replica.state.step_guard
     indices = tuple(
         index
         for index, parameter in enumerate(replica.parameters)
-        if index not in local.exempt and type(own_part(parameter).detach()) is torch.Tensor
+        if index not in local.exempt and type(local_tensor(parameter).detach()) is torch.Tensor
     )
     with torch.no_grad():
         sums = fingerprints([replica.parameters[index] for index in indices])
@@ -326,7 +326,7 @@ def _fingerprint(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor in its memory order, as int64: the only integers that torch adds up at memory's speed."""
-    tensor = own_view(tensor)  # no integer is as wide as a complex128
+    tensor = local_view(tensor)  # no integer is as wide as a complex128
     if dense_strides(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -340,7 +340,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
     """Which parameter, on which ranks: asked in the store, as it happens once in a run."""
     first, own = sums.indices[places[0]], int(sums.own[places[0] + 1])
-    stated = exchange(table_in_backward(replica), meeting(replica, "differing parameters"), own)
+    stated = all_gather_object(channel_in_backward(replica), unique_topic(replica, "differing parameters"), own)
     usual = Counter(stated).most_common(1)[0][0]
     others, same = ([rank for rank, each in enumerate(stated) if (each == usual) is wanted] for wanted in (False, True))
     more = f", and {len(places) - 1} more" if len(places) > 1 else ""
@@ -371,7 +371,7 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs:
     names = [f"{name} ({kind})" for name, kind in kinds.items()] or ["parts of DTensors that other ranks hold"]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     finite = not any(_is_bad(each) for each in outputs if isinstance(each, torch.Tensor))
-    stated = exchange(table_in_backward(replica), meeting(replica, "finite"), finite)
+    stated = all_gather_object(channel_in_backward(replica), unique_topic(replica, "finite"), finite)
     origin = (
         "The loss was finite on every rank, so an operation of the backward produced them, or a gradient or a sum "
         "overflowed its wire dtype. torch.autograd.set_detect_anomaly(True) names the operation in the first case."

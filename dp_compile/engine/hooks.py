@@ -23,10 +23,10 @@ from dp_compile._torch import autograd
 from dp_compile._torch.distributed import collectives_launched, group_of_name
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
-from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
-from dp_compile.engine.plan_sync import is_of_other_ranks, meet_before_launch, settle
+from dp_compile.engine.gradients import lay_out, local_view, sparse_gradient
+from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, LAUNCH, WAIT, during, during_bucket
-from dp_compile.engine.replica import Arrivals, Replica
+from dp_compile.engine.replica import GradientReceiver, Replica
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import Bucket
@@ -63,31 +63,31 @@ class GradHook:
                 f"the hook of {self.name} is being traced by a capture that is not dp_compile's. "
                 "Switch torch's own compiled autograd off around this backward."
             )
-        arrivals = replica.state.arrivals_in
-        if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
+        receiver = replica.state.receiver
+        if receiver is None or (isinstance(receiver, ReductionRound) and receiver.is_left_over()):
             # C++ entered the engine. What changed before and what changed in the backward look the same.
-            arrivals = _open_round(replica)
-            replica.state.local.forget_start()
-        arrivals.arrive(self.index)
+            receiver = _open_round(replica)
+            replica.state.step_guard.forget_start()
+        receiver.mark_ready(self.index)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalArrivals:
+class UnsyncedGradients:
     """A backward without synchronisation: what was used is reported in the next one with it."""
 
     replica: Replica
 
-    def arrive(self, index: int) -> None:
-        self.replica.state.local.used.add(index)
+    def mark_ready(self, index: int) -> None:
+        self.replica.state.step_guard.used.add(index)
 
 
 @dataclass(frozen=True, slots=True)
-class NoArrivals:
+class NoGradients:
     """Hook target in a captured backward. The graph contains the reductions, so a hook that runs is an error."""
 
     replica: Replica
 
-    def arrive(self, index: int) -> None:
+    def mark_ready(self, index: int) -> None:
         raise ReductionError(
             f"the gradient of {self.replica.names[index]} was completed inside an operator of a captured backward: the "
             "operator runs a nested backward, which the graph cannot represent. Run it in a torch.autograd.Function "
@@ -96,16 +96,16 @@ class NoArrivals:
 
 
 @contextlib.contextmanager
-def reporting(arrivals: Mapping[Replica, Arrivals]) -> Iterator[None]:
+def reporting(receiver: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
     """Inside, hooks of these modules report there."""
-    before = [(replica, replica.state.arrivals_in) for replica in arrivals]
-    for replica, now in arrivals.items():
-        replica.state.arrivals_in = now
+    before = [(replica, replica.state.receiver) for replica in receiver]
+    for replica, now in receiver.items():
+        replica.state.receiver = now
     try:
         yield
     finally:
         for replica, earlier in before:
-            replica.state.arrivals_in = earlier
+            replica.state.receiver = earlier
 
 
 def install_hooks(replica: Replica) -> None:
@@ -163,7 +163,7 @@ class ReductionRound:
             self.replica.state.bucket_memory.in_turn(self.replica.device) if self.replica.plan.keeps_memory else None
         )
 
-    def arrive(self, index: int) -> None:
+    def mark_ready(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
 
         Raises:
@@ -211,11 +211,11 @@ class ReductionRound:
             if not self.absent and len(self.arrived) < len(everything):
                 self.arrived |= dict.fromkeys(sorted(self.reached()))
             if not self.absent:
-                replica.state.local.note_steps()
+                replica.state.step_guard.note_steps()
                 for index in sorted(replica.module.dtensors.difference(self.arrived)):
                     lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
             unused = [index for index in everything if index not in self.arrived and not self.absent]
-            used = sorted({*self.arrived, *replica.state.local.used})
+            used = sorted({*self.arrived, *replica.state.step_guard.used})
             self._launch_rest(None if self.absent else flags_to_send(replica, unused, used))
             self.averages = self._wait()
             flags = self.averages[len(replica.parameters)]
@@ -224,14 +224,14 @@ class ReductionRound:
             for flight in self.flights:
                 flight.ops.remember(left_alone)
             self._set_grads()
-            replica.state.local.used.clear()
+            replica.state.step_guard.used.clear()
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
             self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else the caller, which sees the end, does this
                 replica.count_synced()
-                replica.state.arrivals_in = None
+                replica.state.receiver = None
 
     def _launch_rest(self, flags: torch.Tensor | None) -> None:
         for bucket in self.replica.plan.buckets[len(self.flights) :]:
@@ -363,7 +363,7 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} is sparse, but no nn.Embedding or nn.EmbeddingBag of the "
                 "module declares it. Use one of these with sparse=True, or compute the gradient with sparse=False."
             )
-        return grad if self.replica.module.is_plain else own_view(grad)
+        return grad if self.replica.module.is_plain else local_view(grad)
 
 
 def reduce_eagerly(
@@ -382,7 +382,7 @@ def reduce_eagerly(
         reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
     """
     synced = [replica for replica in replicas if replica.reduces]
-    settle(synced)
+    finalize_plans(synced)
     meet_before_launch(synced)
     rounds: list[ReductionRound] = []
     for replica in synced:
@@ -391,7 +391,7 @@ def reduce_eagerly(
         if not create_graph:
             this.new = frozenset(index for index, each in enumerate(replica.parameters) if each.grad is None)
         rounds.append(this)
-    local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
+    local: dict[Replica, GradientReceiver] = {each: UnsyncedGradients(each) for each in replicas if not each.reduces}
     with reporting(local | {each.replica: each for each in rounds}):
         with during(BACKWARD, *synced):
             try:
@@ -420,7 +420,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
     for replica, launched in launches.items():
         if not replica.group.has_others:
             continue
-        local = replica.state.local
+        local = replica.state.step_guard
         if local.reduced is None and not is_of_other_ranks(error):
             stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]
             rest = ReductionRound(replica, absent=True, silent_launches=launched)
@@ -450,16 +450,16 @@ def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) ->
         late: takes a round of a module that the outermost one does not reach, which is to be finished at its end;
             `None`: the engine says when that is.
     """
-    arrivals = replica.state.arrivals_in
-    if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
+    receiver = replica.state.receiver
+    if receiver is None or (isinstance(receiver, ReductionRound) and receiver.is_left_over()):
         this = _open_round(replica, late)
         if isinstance(this, ReductionRound):
             this.is_held = True
-    elif isinstance(arrivals, ReductionRound):
-        arrivals.is_held = True
+    elif isinstance(receiver, ReductionRound):
+        receiver.is_held = True
 
 
-def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> Arrivals:
+def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> GradientReceiver:
     """Where the hooks of a module report whose backward `engine/backward.py` has not seen begin.
 
     Raises:
@@ -473,13 +473,13 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
             "checkpointing) or by a backward launched from C++. Use checkpoint(..., use_reentrant=False)."
         )
     if not replica.reduces:
-        return LocalArrivals(replica)
+        return UnsyncedGradients(replica)
     if replica.state.uneven is not None:
         raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
-    replica.state.local.begin()
-    settle([replica])
+    replica.state.step_guard.begin()
+    finalize_plans([replica])
     meet_before_launch([replica])
-    this = replica.state.arrivals_in = ReductionRound(replica)
+    this = replica.state.receiver = ReductionRound(replica)
     if late is not None:
         late[replica] = this
     else:

@@ -1,9 +1,9 @@
 """What ranks compare and decide over the key-value store: the model in `replicate`, the plan in the first backward.
 
 Never inside the compiler, and each wait ends with a time-out, that of the group's collectives. Time in which ranks
-compile does not count: their monitors publish it (`engine/status.py`). `agree` and `exchange` are one round: every rank
-posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all raise the same error, and
-the traffic of `agree` is linear in the ranks.
+compile does not count: their monitors publish it (`engine/status.py`). `check_consistent` and `all_gather_object` are
+one round: every rank posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all raise
+the same error, and the traffic of `check_consistent` is linear in the ranks.
 
 The plan is final in the first synchronised backward, before anything of it is traced: every rank makes it from the
 ready times in the captured graph of the group's first rank, and all compare it before it is used. Where that rank has
@@ -36,7 +36,7 @@ from dp_compile.engine.status import COMPILING, read_statuses
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
-from dp_compile.plan.planner import Planned, percent_above, plan_optimal
+from dp_compile.plan.planner import PlanResult, percent_above, plan_optimal
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.words import count, format_bytes, ranks_in_words
 
@@ -69,7 +69,7 @@ def is_of_other_ranks(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class StoreChannel:
     """Where the ranks of one group meet in the store, with plain JSON data.
 
     Not `torch.distributed.elastic.utils.store`: `synchronize` does not say which rank is missing, and after an error
@@ -133,48 +133,48 @@ class Table:
             raise MissingRankError from error
 
 
-def _round(table: Table, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> Any:
+def _round(channel: StoreChannel, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> Any:
     """What rank 0 makes of the values of all ranks, on every rank."""
-    table.post(f"{topic}/{table.rank}", value)
-    if table.rank == 0:
+    channel.post(f"{topic}/{channel.rank}", value)
+    if channel.rank == 0:
         stated: dict[int, Any] = {}
-        for rank in range(table.world_size):
+        for rank in range(channel.world_size):
             # One rank is waited for in full; once one is missing the others get a short look only, so that the
             # verdict comes before the ranks that wait for it give up.
             is_complete = len(stated) == rank
-            patience_s = table.timeout_s if is_complete else min(1.0, table.timeout_s / (2 * table.world_size))
+            patience_s = channel.timeout_s if is_complete else min(1.0, channel.timeout_s / (2 * channel.world_size))
             with contextlib.suppress(MissingRankError):
-                stated[rank] = table.read(f"{topic}/{rank}", max(0.01, patience_s))
-        missing = [rank for rank in range(table.world_size) if rank not in stated]
+                stated[rank] = channel.read(f"{topic}/{rank}", max(0.01, patience_s))
+        missing = [rank for rank in range(channel.world_size) if rank not in stated]
         named = f"{ranks_in_words(missing)} {'have' if len(missing) > 1 else 'has'}" if missing else ""
-        table.post(f"{topic}/verdict", [judge(stated), named])
-    verdict, named = table.read(
+        channel.post(f"{topic}/verdict", [judge(stated), named])
+    verdict, named = channel.read(
         f"{topic}/verdict",
-        2 * table.timeout_s,
-        f"{call or topic}: rank 0 did not publish the result of the comparison within {2 * table.timeout_s:g} s. Is it "
-        f"alive, and does it call {call or 'the same'}, for the same modules in the same order?",
+        2 * channel.timeout_s,
+        f"{call or topic}: rank 0 did not publish the result of the comparison within {2 * channel.timeout_s:g} s. Is "
+        f"it alive, and does it call {call or 'the same'}, for the same modules in the same order?",
     )
     if named:
         deed = f"called {call}" if call else "reached this synchronisation point"
-        raise MissingRankError(f"{call or topic}: {named} not {deed} after {table.timeout_s:g} s")
+        raise MissingRankError(f"{call or topic}: {named} not {deed} after {channel.timeout_s:g} s")
     return verdict
 
 
-def agree(table: Table | None, topic: str, statement: Statement, *, call: str = "") -> None:
+def check_consistent(channel: StoreChannel | None, topic: str, statement: Statement, *, call: str = "") -> None:
     """Return when every rank has made an equal statement on `topic`.
 
     Args:
-        table: of the ranks; `None`: there are no others.
-        topic: unique for this comparison on this table.
+        channel: of the ranks; `None`: there are no others.
+        topic: unique for this comparison on this channel.
         statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
         call: the user's call that this is a part of, for errors.
 
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
-            `table.timeout_s`. The text names the rank and the first difference.
+            `channel.timeout_s`. The text names the rank and the first difference.
         LostStoreError: the store is gone, here and in all that follows.
     """
-    complaints = [] if table is None else _round(table, topic, statement, _complaints, call)
+    complaints = [] if channel is None else _round(channel, topic, statement, _complaints, call)
     if complaints:
         raise DesyncError(f"{call or topic}: {'; '.join(complaints[:4])}")
 
@@ -189,29 +189,29 @@ def _complaints(stated: Mapping[int, Statement]) -> list[str]:
     return complaints
 
 
-def exchange(table: Table | None, topic: str, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `agree`.
+def all_gather_object(channel: StoreChannel | None, topic: str, value: Any) -> list[Any]:
+    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `check_consistent`.
 
     Raises:
-        DesyncError: on every rank, some rank has no value after `table.timeout_s`; the text names it.
+        DesyncError: on every rank, some rank has no value after `channel.timeout_s`; the text names it.
     """
-    if table is None:
+    if channel is None:
         return [value]
-    return list(_round(table, topic, value, lambda stated: list(stated.values()), ""))
+    return list(_round(channel, topic, value, lambda stated: list(stated.values()), ""))
 
 
-def decide(table: Table | None, topic: str, value: Any) -> Any:
+def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> Any:
     """The value of rank 0, on every rank. Rank 0 does not wait for the others.
 
     Raises:
-        DesyncError: rank 0 has no value after `table.timeout_s`.
+        DesyncError: rank 0 has no value after `channel.timeout_s`.
     """
-    if table is None:
+    if channel is None:
         return value
-    if table.rank == 0:
-        table.post(topic, value)
-    absent = f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
-    return table.read(topic, table.timeout_s, f"{topic}: {absent}this rank?")
+    if channel.rank == 0:
+        channel.post(topic, value)
+    absent = f"rank 0 has not decided within {channel.timeout_s:g} s. Is it alive, and does it run the same backwards"
+    return channel.read(topic, channel.timeout_s, f"{topic}: {absent} as this rank?")
 
 
 def first_difference(mine: Any, theirs: Any) -> str:
@@ -238,7 +238,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # --- the ranks of a module --------------------------------------------------------------------------------------------
 
 
-def table_of(group: Group, device: torch.device | None = None) -> Table | None:
+def channel_of(group: Group, device: torch.device | None = None) -> StoreChannel | None:
     """Where the ranks of a group meet, with the time-out of its collectives; `None` if there are no others.
 
     `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
@@ -248,43 +248,45 @@ def table_of(group: Group, device: torch.device | None = None) -> Table | None:
     device = device or torch.device(distributed.working_device(group.process_group))
     timeout_s = distributed.timeout_of(group.process_group, device)
     watched = range(dist.get_world_size()) if monitor_after_s() is not None else ()
-    return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s, watched)
+    return StoreChannel(
+        distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s, watched
+    )
 
 
-def table_in_backward(replica: Replica) -> Table | None:
+def channel_in_backward(replica: Replica) -> StoreChannel | None:
     """Where the ranks of a module meet: they wait for each other as long as for a collective."""
-    return table_of(replica.group, replica.device)
+    return channel_of(replica.group, replica.device)
 
 
-def meeting(replica: Replica, about: str) -> str:
-    """A topic that no other meeting of these ranks has, past or future."""
-    return _unique(f"{replica.module.topic}/{about}")
+def unique_topic(replica: Replica, about: str) -> str:
+    """A topic that no other unique_topic of these ranks has, past or future."""
+    return _numbered(f"{replica.module.topic}/{about}")
 
 
-def _unique(topic: str) -> str:
+def _numbered(topic: str) -> str:
     """Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
     counts back. A rank would then read a value of the time before."""
     _meetings[topic] += 1
     return f"{topic}/{_meetings[topic]}"
 
 
-def agree_in_call(who: Replica | Group, statement: Statement, call: str) -> str:
+def check_consistent_in_call(who: Replica | Group, statement: Statement, call: str) -> str:
     """Compare in a call that every rank of a module, or a group, makes in the same order. Returns the topic.
 
     Raises:
         DesyncError: ranks differ, one reports an error, or one is missing.
     """
     if isinstance(who, Group):
-        table, topic = table_of(who), _unique(f"dp_compile.{call}/{who.name}")
+        channel, topic = channel_of(who), _numbered(f"dp_compile.{call}/{who.name}")
     else:
-        table, topic = table_in_backward(who), meeting(who, call)
-    agree(table, topic, statement, call=call)
+        channel, topic = channel_in_backward(who), unique_topic(who, call)
+    check_consistent(channel, topic, statement, call=call)
     return topic
 
 
 @contextlib.contextmanager
-def telling_the_others(who: Replica | Group | None, call: str) -> Iterator[None]:
-    """An error of any kind inside reaches the other ranks too, which wait for this one in `agree_in_call`.
+def propagate_errors(who: Replica | Group | None, call: str) -> Iterator[None]:
+    """An error of any kind inside reaches the other ranks too, which wait for this one in `check_consistent_in_call`.
 
     `None`: no rank waits.
     """
@@ -296,14 +298,14 @@ def telling_the_others(who: Replica | Group | None, call: str) -> Iterator[None]
         text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(DesyncError, LostStoreError):
             if who is not None:
-                agree_in_call(who, {"error": text}, call)
+                check_consistent_in_call(who, {"error": text}, call)
         raise
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
+def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
     """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
 
     Args:
@@ -318,15 +320,15 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
     times, asked = times or {}, []
     for replica in replicas:
         if replica.planning.awaits_graph:
-            table, topic = table_in_backward(replica), meeting(replica, "ready times")
+            channel, topic = channel_in_backward(replica), unique_topic(replica, "ready times")
             proposal = times[replica].to_json() if replica in times else None
             # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
-            if table is not None and table.rank == 0:
-                decide(table, topic, proposal)
-            asked.append((replica, table, topic, proposal))
-    for replica, table, topic, decided in asked:
-        if table is not None and table.rank > 0:
-            decided = decide(table, topic, None)
+            if channel is not None and channel.rank == 0:
+                broadcast_object(channel, topic, proposal)
+            asked.append((replica, channel, topic, proposal))
+    for replica, channel, topic, decided in asked:
+        if channel is not None and channel.rank > 0:
+            decided = broadcast_object(channel, topic, None)
         replica.planning.awaits_graph = False
         if decided is not None or replica.group.measured is not None:
             ready = replica.planning.ready if decided is None else ReadyTimes.from_json(decided)
@@ -334,7 +336,11 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
             planned = plan_from_times(replica, ready)
             # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size
             # would then be added to each other, and nothing else would notice.
-            agree(table_in_backward(replica), meeting(replica, "new plan"), {"the new plan": planned.plan.signature()})
+            check_consistent(
+                channel_in_backward(replica),
+                unique_topic(replica, "new plan"),
+                {"the new plan": planned.plan.signature()},
+            )
             replica.adopt(planned, ready)
             logger.info(
                 "the plan of the first synchronised backward: %s; before %s",
@@ -346,18 +352,18 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
 def meet_before_launch(replicas: Iterable[Replica]) -> None:
     """Return when every rank is about to launch the first collective of these replicas: its code is made.
 
-    Does nothing for those that have launched before. After an interrupt the same meeting is entered again.
+    Does nothing for those that have launched before. After an interrupt the same unique_topic is entered again.
 
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out.
     """
     for replica in replicas:
         if replica.planning.awaits_code:
-            agree(table_in_backward(replica), f"{replica.module.topic}/first launch", {})
+            check_consistent(channel_in_backward(replica), f"{replica.module.topic}/first launch", {})
             replica.planning.awaits_code = False
 
 
-def plan_from_times(replica: Replica, times: ReadyTimes) -> Planned:
+def plan_from_times(replica: Replica, times: ReadyTimes) -> PlanResult:
     """The plan from ready times: equal on ranks where these are equal."""
     group, planning = replica.group, replica.planning
     assert planning.layout is not None

@@ -14,7 +14,7 @@ from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.plan_sync import plan_from_times
 from dp_compile.engine.replica import Replica
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import Planned
+from dp_compile.plan.planner import PlanResult
 from dp_compile.plan.ready_times import ReadyTimes
 
 
@@ -36,14 +36,14 @@ def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None
         replica.group, process_group=group, world_size=ranks, averaging=averaging, measured=measured
     )
     gradients = gradient_specs(replica.parameters, replica.names, replica.group, replica.module.sparse)
-    plan = Planned(replica.plan.with_keys_of(gradients), replica.planning.certificate)
+    plan = PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate)
     replica.adopt(plan, replica.planning.ready)
     if generation:  # a process that joins has compiled; a store does not notice at once that a rank is lost
         replica.planning.awaits_code = False
     replica.module.topic = f"{replica.module.topic.partition('@')[0]}@{generation}"
     flags.start_again(replica)
     guards.start_again(replica)
-    replica.state.local.start_again()
+    replica.state.step_guard.start_again()
     MONITOR.watch(replica)
 
 

@@ -14,21 +14,21 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, distributed
-from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part
+from dp_compile._torch.dtensors import is_dtensor, laid_out_as, local_tensor
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
+from dp_compile.engine.gradients import dense_strides, empty_gradient, local_view
 from dp_compile.engine.group import Group
-from dp_compile.engine.local_gradients import LocalGradients
-from dp_compile.engine.places import Outline, Place
+from dp_compile.engine.parameter_refs import Outline, ParameterRef
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.sinks import AfterReduction
+from dp_compile.engine.step_guard import StepGuard
 from dp_compile.errors import CommunicationError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan, Layout
-from dp_compile.plan.planner import Certificate, Planned
+from dp_compile.plan.planner import Certificate, PlanResult
 from dp_compile.plan.ready_times import ReadyTimes
 
 _numbers = itertools.count()
@@ -73,7 +73,7 @@ class ModuleRefs:
 
     Args:
         frozen: parameters without gradients, by name.
-        buffer_places, parameter_places: where buffers and parameters are, by owner.
+        buffer_refs, parameter_refs: where buffers and parameters are, by owner.
         outline: its submodules.
         sparse: the parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured.
         dtensors: the parameters that are DTensors, by index: each rank reduces the part of a gradient that it holds.
@@ -86,8 +86,8 @@ class ModuleRefs:
     """
 
     frozen: tuple[tuple[str, nn.Parameter], ...]
-    buffer_places: tuple[Place, ...]
-    parameter_places: tuple[Place, ...]
+    buffer_refs: tuple[ParameterRef, ...]
+    parameter_refs: tuple[ParameterRef, ...]
     outline: Outline
     sparse: frozenset[int] = frozenset()
     dtensors: frozenset[int] = frozenset()
@@ -99,10 +99,10 @@ class ModuleRefs:
     number: int = field(default_factory=lambda: next(_numbers))
 
 
-class Arrivals(Protocol):
+class GradientReceiver(Protocol):
     """Where the hooks of a module report in one backward: its gradients arrive there."""
 
-    def arrive(self, index: int) -> None: ...
+    def mark_ready(self, index: int) -> None: ...
 
 
 class Uneven(Protocol):
@@ -161,23 +161,23 @@ class ReplicaState(Switches):
     Args:
         reduces_gradients: `False`: what follows a synchronised backward (`after.updates`) takes this rank's own
             gradients, at its end.
-        rehearses: backwards are there to be compiled only: nothing is updated in them.
+        is_dry_run: backwards are there to be compiled only: nothing is updated in them.
         is_warmed_up: `warmup` has compiled for it.
         uneven: while ranks may run out of inputs: how the others learn what this rank's next backward reduces.
         local: the gradients of this rank that are not reduced.
-        arrivals_in: where the hooks report while a backward of this module is under way.
+        receiver: where the hooks report while a backward of this module is under way.
         bucket_memory: of its buckets, as far as `plan.keeps_memory` says.
         untouched: whose gradients the last synchronised backward left as they were, because no rank had used the
             parameters.
         warned: warnings that were given, once for each module.
     """
 
-    local: LocalGradients
+    step_guard: StepGuard
     reduces_gradients: bool = True
-    rehearses: bool = False
+    is_dry_run: bool = False
     is_warmed_up: bool = False
     uneven: Uneven | None = None
-    arrivals_in: Arrivals | None = None
+    receiver: GradientReceiver | None = None
     bucket_memory: BucketMemory = field(default_factory=BucketMemory)
     untouched: tuple[int, ...] = ()
     warned: set[str] = field(default_factory=set)
@@ -210,7 +210,7 @@ class Replica:
         self.module.dtensors = dtensors
         self.module.is_plain = not dtensors and not any(map(torch.is_complex, self.parameters))
         self.state = ReplicaState(
-            local=LocalGradients(self.parameters, self._renormalised(), self.config.check_reductions)
+            step_guard=StepGuard(self.parameters, self._renormalised(), self.config.check_reductions)
         )
 
     def _renormalised(self) -> frozenset[int]:
@@ -218,7 +218,7 @@ class Replica:
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         return frozenset(
             index_of[id(place.find())]
-            for place in self.module.parameter_places
+            for place in self.module.parameter_refs
             if id(place.find()) in index_of and getattr(place.owner(), "max_norm", None) is not None
         )
 
@@ -266,11 +266,11 @@ class Replica:
         """Whether updates or all-gathers of the last backward are still pending."""
         return any(each.deferred is not None and each.deferred.has_in_flight for each in self.after.updates)
 
-    def arrive(self) -> None:
+    def wait_for_updates(self) -> None:
         """Do the updates that optimizers have left for the next forward."""
         for each in self.after.updates:
             if each.deferred is not None:
-                each.deferred.arrive()
+                each.deferred.complete()
 
     def count_synced(self) -> None:
         """A synchronised backward has ended."""
@@ -278,7 +278,7 @@ class Replica:
         if self.planning.comm_hook is not None and self.planning.comm_hook.memory is not None:
             self.planning.comm_hook.memory.backwards += 1
 
-    def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
+    def adopt(self, planned: PlanResult, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
         plan = self._with_memory(planned.plan)
         same_code = plan.for_code() == self.plan.for_code()
@@ -303,7 +303,7 @@ class Replica:
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The buffers as they are now."""
-        return tuple(buffer for place in self.module.buffer_places if (buffer := place.find()) is not None)
+        return tuple(buffer for place in self.module.buffer_refs if (buffer := place.find()) is not None)
 
     @property
     def device(self) -> torch.device:
@@ -311,7 +311,7 @@ class Replica:
 
     def owning_modules(self) -> list[nn.Module]:
         """The modules that owned its parameters when it was replicated, as far as they are still there."""
-        owners = (place.owner() for place in self.module.parameter_places)
+        owners = (place.owner() for place in self.module.parameter_refs)
         return [owner for owner in owners if owner is not None]
 
     def hand_out(
@@ -348,11 +348,11 @@ class Replica:
         parameter = self.parameters[index]
         with torch.no_grad():
             if parameter.grad is None:
-                if not parameter.is_complex() and value.stride() == dense_strides(own_part(parameter)):
+                if not parameter.is_complex() and value.stride() == dense_strides(local_tensor(parameter)):
                     parameter.grad = laid_out_as(parameter, value)
                     return
                 parameter.grad = empty_gradient(parameter)
-            own_view(parameter.grad).copy_(value)
+            local_view(parameter.grad).copy_(value)
 
     def check_group(self) -> None:
         """The guard before a synchronised backward: its process group exists.
@@ -371,8 +371,8 @@ class Replica:
         if self.module.precision is not None and self.module.precision.depth:
             return False
         parameter, name = self.parameters[index], self.names[index]
-        places = [place for place in self.module.parameter_places if place.name == name]
-        return bool(places) and all(place.find() is not parameter for place in self.module.parameter_places)
+        places = [place for place in self.module.parameter_refs if place.name == name]
+        return bool(places) and all(place.find() is not parameter for place in self.module.parameter_refs)
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:
         names = [self.names[index] for index in indices[:most]]

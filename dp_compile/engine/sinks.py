@@ -10,7 +10,7 @@ from dp_compile.passes.updates import Leaves, RunsUpdates, Sink
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class UpdateRequest:
     """What one optimizer updates in one backward, if that is captured.
 
     Args:
@@ -31,7 +31,7 @@ class Deferred(Leaves, Protocol):
     def has_in_flight(self) -> bool:
         """Whether there is something of a backward."""
 
-    def arrive(self) -> None:
+    def complete(self) -> None:
         """Do it now."""
 
     def forward_runs(self, *, whole: bool) -> None:
@@ -55,7 +55,7 @@ class Updates(RunsUpdates, Protocol):
             ReductionError: the step before has not ended, or a backward broke off between two updates.
         """
 
-    def wanted(self, *, keep_graph: bool) -> Wanted:
+    def update_request(self, *, keep_graph: bool) -> UpdateRequest:
         """
         Raises:
             ReductionError: the graph is kept, for another backward with parameters of before.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.sinks import Wanted
+from dp_compile.engine.sinks import UpdateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class OneBackward:
     def __init__(self, replicas: Sequence[Replica], *, keep_graph: bool) -> None:
         self._replicas, self._keep_graph = replicas, keep_graph
 
-    def __enter__(self) -> dict[Replica, tuple[Wanted, ...]]:
+    def __enter__(self) -> dict[Replica, tuple[UpdateRequest, ...]]:
         for replica in self._replicas:
             updates = replica.after.updates
             updates[:] = [each for each in updates if each.is_alive]
-            for each in () if replica.state.rehearses else updates:
+            for each in () if replica.state.is_dry_run else updates:
                 each.begin()
         self._wanted = {
-            replica: tuple(each.wanted(keep_graph=self._keep_graph) for each in replica.after.updates)
+            replica: tuple(each.update_request(keep_graph=self._keep_graph) for each in replica.after.updates)
             for replica in self._replicas
             if replica.after.updates and replica.state.sync
         }
@@ -59,27 +59,27 @@ class OneBackward:
                 for each in after.updates:
                     each.interrupted(error)
             else:
-                for each in after.updates if replica in self._wanted and not replica.state.rehearses else ():
+                for each in after.updates if replica in self._wanted and not replica.state.is_dry_run else ():
                     each.ended()
 
 
 def updates_of(
     replicas: Sequence[Replica],
-    wanted_of: Sequence[Sequence[Wanted]],
+    requests_of: Sequence[Sequence[UpdateRequest]],
     got: Collection[tuple[int, int] | None],
 ) -> tuple[InBackward, ...]:
     """What a captured backward updates.
 
     Args:
         replicas: the modules in it.
-        wanted_of: what optimizers of each of them update.
+        requests_of: what optimizers of each of them update.
         got: by module and index the parameters that get a gradient in it.
     """
     found: list[InBackward] = []
     for ordinal, replica in enumerate(replicas):
         buckets = enumerate(replica.plan.buckets)
         bucket_of = {member.gradient.index: number for number, bucket in buckets for member in bucket.members}
-        for number, wanted in enumerate(wanted_of[ordinal]):
+        for number, wanted in enumerate(requests_of[ordinal]):
             of_bucket: dict[int, list[int]] = {}
             for index in sorted(wanted.indices, key=bucket_of.__getitem__):
                 if wanted.parts or (ordinal, index) in got:

@@ -16,7 +16,7 @@ from dp_compile.engine.replica import Replica
 
 if TYPE_CHECKING:
     from dp_compile.engine.hooks import ReductionRound
-    from dp_compile.engine.sinks import Wanted
+    from dp_compile.engine.sinks import UpdateRequest
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,7 @@ class BackwardState:
     synced: tuple[Replica, ...] = ()
     is_compiled: bool = False
     thread: int = field(default_factory=threading.get_ident)
-    wanted: dict[Replica, tuple[Wanted, ...]] = field(default_factory=dict)
+    wanted: dict[Replica, tuple[UpdateRequest, ...]] = field(default_factory=dict)
     """What optimizers update in it."""
     late: dict[Replica, ReductionRound] = field(default_factory=dict)
     """Modules that only backwards inside this one reach."""
@@ -54,7 +54,7 @@ class BackwardState:
     """Why it is not captured. If `ran`, its hooks have reduced eagerly while the captured graph ran node by node."""
     holds_window: bool = True
 
-    def wanted_in_order(self) -> tuple[tuple[Wanted, ...], ...]:
+    def update_requests(self) -> tuple[tuple[UpdateRequest, ...], ...]:
         return tuple(self.wanted.get(replica, ()) for replica in self.replicas)
 
 

@@ -60,7 +60,7 @@ def clip_grad_norm_(
     parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for each in given:
         if each.grad is not None:
-            parts.setdefault(dtensors.groups_that_shard(each.grad), []).append(dtensors.own_part(each.grad))
+            parts.setdefault(dtensors.groups_that_shard(each.grad), []).append(dtensors.local_tensor(each.grad))
     everything = [part for some in parts.values() for part in some]
     norms = [_norm(some, order, groups, foreach) for groups, some in parts.items()]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)

@@ -2,7 +2,7 @@
 
 A `Pending` is an update whose gradients are being reduced, or an all-gather of updated parameters (`shard.py`). While
 it is in flight, `passes/crossing.in_flight` has it by the address of each of its parameters; a reader of one of these
-calls its `arrive()` before (`readers.py`).
+calls its `complete()` before (`readers.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Deferred:
 
     def begin(self) -> None:
         """A backward begins: nothing stays in flight, and its updates use the options that the optimizer has now."""
-        self.arrive()
+        self.complete()
         self._options = options_of(self._setup.optimizer, copied) if self._setup.is_alive else ()
 
     def leave(
@@ -59,7 +59,7 @@ class Deferred:
             setup=setup, optimizer=setup.optimizer, options=self._options,
             launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
         )  # fmt: skip
-        if setup.replica.state.rehearses:
+        if setup.replica.state.is_dry_run:
             pending.drop()
         else:
             self.enqueue(pending)
@@ -87,19 +87,19 @@ class Deferred:
         """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
         self.last["stayed"] = self._stays
         if not self._stays:
-            self.arrive()
+            self.complete()
         self._stays = False  # Each forward sets it: one that breaks before its first graph does not.
 
     @property
     def has_in_flight(self) -> bool:
         return any(not each.is_over for each in self._pending)
 
-    def arrive(self) -> None:
+    def complete(self) -> None:
         """Let nothing be in flight."""
         pending, self._pending = self._pending, []
         try:
             for each in pending:
-                each.arrive()
+                each.complete()
         except BaseException:
             for each in pending:
                 with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: named once
@@ -108,7 +108,7 @@ class Deferred:
 
     def release(self) -> None:
         """The module is not replicated any more: it is left as it was."""
-        self.arrive()
+        self.complete()
         replica = self._setup.replica_if_alive
         if replica is not None and (root := replica.module.outline.root()) is not None:
             take_hooks_off(root)
@@ -166,7 +166,7 @@ class Pending(ABC):
     def _versions_now(self) -> tuple[tuple[int, int], ...]:
         return tuple((parameter.data_ptr(), autograd.version_of(parameter)) for parameter in self.parameters)
 
-    def arrive(self) -> None:
+    def complete(self) -> None:
         with _lock:
             if self.is_over:
                 return
@@ -211,7 +211,7 @@ class Pending(ABC):
             autograd.as_outermost_code(),
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            self.replica.state.local.updating(self.indices),
+            self.replica.state.step_guard.updating(self.indices),
         ):
             self.finish()
 

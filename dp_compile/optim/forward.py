@@ -13,7 +13,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.ranges import FORWARD, during
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
-from dp_compile.passes.crossing import ArriveBeforeUse, arrive, in_flight, take_starts_out
+from dp_compile.passes.crossing import CompleteBeforeUse, in_flight, take_starts_out, wait_for_parameters
 
 
 def compile_forward(
@@ -55,7 +55,7 @@ def compile_forward(
             "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) replay a forward without "
             "waiting for updates. Leave them out, or overlap_forward=True."
         )
-    waits = inductor.Keyed(ArriveBeforeUse(tuple(crossing), len(inputs)))
+    waits = inductor.Keyed(CompleteBeforeUse(tuple(crossing), len(inputs)))
     first = {replica: position for position, replica in reversed(crossing.items())}
     if next(iter(crossing.values())).config.backend == "aot_eager":
         compiled = inductor.compile_forward_with_aot_eager(graph_module, inputs, waits)
@@ -63,7 +63,7 @@ def compile_forward(
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, waits, settings)
     if breaks:
         for replica in first:
-            replica.arrive()  # code between the graphs may read any parameter, now too
+            replica.wait_for_updates()  # code between the graphs may read any parameter, now too
     return _waiting_by_itself(compiled, tuple(first.values()), breaks=breaks, starts_here=starts_here)
 
 
@@ -84,7 +84,7 @@ def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Call
 
     def run(*args: Any) -> Any:
         for each in set(in_flight.values()):
-            each.arrive()
+            each.complete()
         _note_forward(owners if starts_here else (), whole=False)
         return compiled(*args)
 
@@ -100,7 +100,7 @@ def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ..
 
     def run(*args: Any) -> Any:
         if in_flight:
-            arrive([args[position] for position in parameters])
+            wait_for_parameters([args[position] for position in parameters])
         return compiled(*args)
 
     return run
@@ -123,13 +123,13 @@ def _waiting_by_itself(
         with contextlib.ExitStack() as stack:
             for replica in replicas:
                 if breaks:
-                    replica.arrive()
+                    replica.wait_for_updates()
                 stack.enter_context(during(FORWARD, replica))
             if breaks or starts_here:
                 _note_forward(replicas, whole=not breaks)
             result = compiled(*args)
         for replica in replicas if starts_here else ():
-            replica.arrive()  # what it has not read: the loss may, which has the weight of the head
+            replica.wait_for_updates()  # what it has not read: the loss may, which has the weight of the head
         return result
 
     return run

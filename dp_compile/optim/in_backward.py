@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from dp_compile.engine.plan_sync import agree_in_call
+from dp_compile.engine.plan_sync import check_consistent_in_call
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import OPTIMIZER, check_supported
 from dp_compile.errors import ConfigError, require
@@ -22,7 +22,7 @@ from dp_compile.optim.shard import Shard
 from dp_compile.optim.update import Part, Update, Whole
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
-from dp_compile.plan.planner import Planned
+from dp_compile.plan.planner import PlanResult
 from dp_compile.replication.module import replica_of
 from dp_compile.replication.tensor_parallel import refuse_dtensors
 
@@ -88,7 +88,7 @@ def in_backward(
     if deferred is not None:
         if not shard:  # else reductions end in the backward
             _plan_for(replica)
-        let_readers_wait(model, deferred.arrive)
+        let_readers_wait(model, deferred.complete)
     _known[optimizer] = update
     return optimizer
 
@@ -204,8 +204,8 @@ def _plan_for(replica: Replica) -> None:
     layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
     cost = replica.config.cost or group.cost
     replica.planning.for_next_forward = True
-    as_it_is = Planned(replica.plan, replica.planning.certificate)
+    as_it_is = PlanResult(replica.plan, replica.planning.certificate)
     planned = plan_crossing(as_it_is, replica.planning.ready, cost, layout, lanes=group.backend.lanes)
     statement = {"the plan with overlap_forward": planned.plan.signature()}
-    agree_in_call(replica, statement, "in_backward(overlap_forward=True)")
+    check_consistent_in_call(replica, statement, "in_backward(overlap_forward=True)")
     replica.adopt(planned, replica.planning.ready)

@@ -1,4 +1,4 @@
-"""Readers of parameters wait for what is in flight of them, by one call: `arrive()`.
+"""Readers of parameters wait for what is in flight of them, by one call: `complete()`.
 
 Where it is called while an optimizer defers updates of a module:
 
@@ -42,20 +42,20 @@ def synchronize(model: nn.Module) -> None:
     Raises:
         ModuleError: the module is not replicated.
     """
-    replica_of(model).arrive()
+    replica_of(model).wait_for_updates()
 
 
-def let_readers_wait(model: nn.Module, arrive: Callable[[], None]) -> None:
+def let_readers_wait(model: nn.Module, complete: Callable[[], None]) -> None:
     """Let readers of parameters of a replicated module wait for them. The module's class becomes another one.
 
-    When the module goes, `arrive` is called: nothing waits for it any more.
+    When the module goes, `complete` is called: nothing waits for it any more.
 
     Code that was compiled of its parts until now does not wait, and torch does not look at hooks when it asks whether
     code still fits (`skip_nnmodule_hook_guards`, torch 2.13): all code is forgotten.
     """
     root = inner_module(model)
     kind = type(root)
-    weakref.finalize(root, arrive).atexit = False
+    weakref.finalize(root, complete).atexit = False
     compiler.forget_compiled()
     if kind in _classes.values():
         return
@@ -87,12 +87,12 @@ def _wait_for(module: nn.Module) -> None:
         if not _code_waits():
             _arrive(module)
     elif in_flight:
-        replica_of(module).arrive()
+        replica_of(module).wait_for_updates()
 
 
 @compiler.untraced("updates of parameters are waited for")
 def _arrive(module: nn.Module) -> None:
-    replica_of(module).arrive()
+    replica_of(module).wait_for_updates()
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -123,7 +123,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
     put_hooks(inner_module(module), replica)  # before its parts are compiled
-    replica.arrive()
+    replica.wait_for_updates()
     for each in replica.after.updates:
         if each.deferred is not None:
             each.deferred.forward_runs(whole=True)  # the next one comes here too, or sets it
@@ -150,7 +150,7 @@ class _Waits(Installed):
     def _arrive(self) -> None:
         replica = self._replica()
         if replica is not None:
-            replica.arrive()
+            replica.wait_for_updates()
 
 
 @compiler.constant

@@ -28,11 +28,11 @@ from torch import nn
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient
 from dp_compile.engine.gradients import dense_strides
-from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
+from dp_compile.engine.plan_sync import check_consistent_in_call, is_of_other_ranks
 from dp_compile.engine.ranges import GATHER, UPDATE, during
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.sinks import Wanted
+from dp_compile.engine.sinks import UpdateRequest
 from dp_compile.engine.supported import SHARD, check_supported
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
@@ -141,7 +141,7 @@ class Shard(Part):
             )
         check_supported(replica, (SHARD,))
         self._check(replica, optimizer)
-        agree_in_call(replica, {
+        check_consistent_in_call(replica, {
             "optimizer": type(optimizer).__name__,
             "parameters": [replica.names[index] for index in self.setup.covered],
             "groups": [len(group["params"]) for group in optimizer.param_groups],
@@ -368,20 +368,20 @@ class Shard(Part):
         self._find_memory()
         self.released()
 
-    def wanted(self) -> Wanted:
-        return Wanted(self.covered, parts=True)
+    def update_request(self) -> UpdateRequest:
+        return UpdateRequest(self.covered, parts=True)
 
     def apply(
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         replica, part = self.setup.replica, gradients[0]
         check_in_place(replica, indices[: len(parameters)], parameters)
-        if replica.state.rehearses:
+        if replica.state.is_dry_run:
             return
         is_laid_out = self._is_laid_out(replica.plan)
         if parameters and is_laid_out and not self.setup.looks_at_all:
             self.setup.updated.update(indices)
-            with replica.state.local.updating(indices):
+            with replica.state.step_guard.updating(indices):
                 self._step(self._gradients_in(bucket, part))
             return
         # On a GPU what replays a graph has other plans for its memory.
@@ -430,7 +430,7 @@ class Shard(Part):
         if moves:
             # A rank that takes part only has updated nothing: the next backward compares which ranks missed the step.
             self.setup.updated.update(() if failed is not None else self.covered)
-            with replica.state.local.updating(self.covered):
+            with replica.state.step_guard.updating(self.covered):
                 self._gather(replica, gradients, held)
         for index in self.covered:
             if index not in still:

@@ -13,7 +13,7 @@ from dp_compile._torch import compiler, optim
 from dp_compile.engine.guards import forget_comparison
 from dp_compile.engine.ranges import UPDATE, during
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
-from dp_compile.engine.sinks import Wanted
+from dp_compile.engine.sinks import UpdateRequest
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.setup import Setup, check_in_place, noted, options_of, what_changed
@@ -31,7 +31,7 @@ class Part(ABC):
         self.setup, self.deferred = setup, deferred
 
     @abstractmethod
-    def wanted(self) -> Wanted: ...
+    def update_request(self) -> UpdateRequest: ...
 
     @abstractmethod
     def apply(
@@ -66,16 +66,16 @@ class Part(ABC):
 class Whole(Part):
     """Whole parameters: every rank updates all of them, with the same gradients."""
 
-    def wanted(self) -> Wanted:
+    def update_request(self) -> UpdateRequest:
         parameters = self.setup.replica.parameters
         real = tuple(index for index in self.setup.indices() if not parameters[index].is_complex())
-        return Wanted(real, crosses=self.deferred is not None)
+        return UpdateRequest(real, crosses=self.deferred is not None)
 
     def apply(
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         check_in_place(self.setup.replica, indices, parameters)
-        if not self.setup.replica.state.rehearses:
+        if not self.setup.replica.state.is_dry_run:
             self._update(indices, gradients)
 
     def finish(self) -> None:
@@ -87,7 +87,7 @@ class Whole(Part):
     def _update(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         setup, replica = self.setup, self.setup.replica
         mine = [replica.parameters[index] for index in indices]
-        with setup.only(mine) as optimizer, replica.state.local.updating(indices):
+        with setup.only(mine) as optimizer, replica.state.step_guard.updating(indices):
             for parameter, gradient in zip(mine, gradients, strict=True):
                 parameter.grad = gradient
             setup.updated.update(indices)
@@ -168,7 +168,7 @@ class Update:
 
     def _arrive(self, *_: Any) -> None:
         if self.deferred is not None:
-            self.deferred.arrive()
+            self.deferred.complete()
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._arrive()
@@ -200,13 +200,13 @@ class Update:
         self.setup.updated.clear()
         self.part.begin()
 
-    def wanted(self, *, keep_graph: bool) -> Wanted:
+    def update_request(self, *, keep_graph: bool) -> UpdateRequest:
         if keep_graph:
             raise ReductionError(
                 "retain_graph=True or create_graph=True, but the optimizer changes parameters in this backward: its "
                 "graph cannot be used once more. Add the losses, or run all backwards but the last under no_sync()."
             )
-        return self.part.wanted()
+        return self.part.update_request()
 
     @torch.no_grad()
     def ended(self) -> None:

@@ -1,9 +1,9 @@
 """Reductions that end after the backward: the op that lets them go on, and the op that waits for them.
 
     backward                                            next forward
-      all_reduce(bucket)                                  arrive([weights that are read first])
+      all_reduce(bucket)                                  wait_for_parameters([weights that are read first])
       leave_in_flight([bucket], ...)                      ... reads them
-                                                          arrive([the next ones])
+                                                          wait_for_parameters([the next ones])
 
 The first op hands launched reductions to an optimizer, which keeps them. The second one stands in front of the first
 reader of some parameters: it waits for what is in flight of these, and lets the optimizer update them. Both go by the
@@ -31,14 +31,14 @@ from dp_compile.plan.crossing import why_not_left
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
-_library.define("arrive(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
+_library.define("wait_for_parameters(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
 _library.define("forward_starts(bool training, bool of_part) -> ()")
 
 
 class InFlight(Protocol):
     """An update whose gradients are on their way."""
 
-    def arrive(self) -> None:
+    def complete(self) -> None:
         """Wait, and let the parameters be those of the step. Does nothing the second time."""
 
 
@@ -47,13 +47,13 @@ in_flight: dict[int, InFlight] = {}
 key."""
 
 
-def arrive(parameters: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> None:
+def wait_for_parameters(parameters: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> None:
     """Let nothing be in flight of these parameters. `after` only orders: what is computed before."""
     if in_flight:
         for parameter in parameters:
             found = in_flight.get(parameter.data_ptr())
             if found is not None:
-                found.arrive()
+                found.complete()
 
 
 def _leave(
@@ -70,13 +70,13 @@ def _nothing(*_: object) -> None:
 
 
 _library.impl("leave_in_flight", _leave, "CompositeExplicitAutograd")
-_library.impl("arrive", arrive, "CompositeExplicitAutograd")
+_library.impl("wait_for_parameters", wait_for_parameters, "CompositeExplicitAutograd")
 _library.impl("forward_starts", _nothing, "CompositeExplicitAutograd")
-for _name in ("leave_in_flight", "arrive", "forward_starts"):
+for _name in ("leave_in_flight", "wait_for_parameters", "forward_starts"):
     torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
 
 LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
-ARRIVE = has_side_effect(torch.ops.dp_compile.arrive.default)
+WAIT_FOR_PARAMETERS = has_side_effect(torch.ops.dp_compile.wait_for_parameters.default)
 START = has_side_effect(torch.ops.dp_compile.forward_starts.default)
 """Traced where the forward of a module or of a part starts, for the backend: see `take_starts_out`. Takes the module's
 mode: a forward that breaks in evaluation, where Dynamo keeps of it only that it does, is another code in training."""
@@ -99,7 +99,7 @@ def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveReductions:
+class DeferReductions:
     """Let updates of whole buckets go on after a captured backward. The last pass: the graph then lacks waits.
 
     Args:
@@ -156,7 +156,7 @@ def _bucket_of(wait: fx.Node, replica: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ArriveBeforeUse:
+class CompleteBeforeUse:
     """Let a forward's graph wait for updates of parameters right in front of what reads them first.
 
     Args:
@@ -186,7 +186,7 @@ class ArriveBeforeUse:
             reader = first[group[0]]
             with graph.inserting_before(reader):
                 after = _last_product(nodes[: position[reader]])
-                graph.call_function(ARRIVE, (group, after)).meta["val"] = None
+                graph.call_function(WAIT_FOR_PARAMETERS, (group, after)).meta["val"] = None
 
 
 _PRODUCTS: Final = frozenset(

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import legs_of
-from dp_compile.plan.planner import Planned
+from dp_compile.plan.planner import PlanResult
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds
 from dp_compile.plan.words import BYTES_PER_MB
 
@@ -37,8 +37,8 @@ SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 
 
 def plan_crossing(
-    planned: Planned, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None, *, lanes: int = 1
-) -> Planned:
+    planned: PlanResult, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None, *, lanes: int = 1
+) -> PlanResult:
     """The same gradients for a step whose reductions may end under the next forward.
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
@@ -80,7 +80,7 @@ def plan_crossing(
             worst_ratio=worst_ratio(best, backward_s, lanes),
             crosses=True,
         )
-    return Planned(replace(planned.plan, buckets=buckets), certificate)
+    return PlanResult(replace(planned.plan, buckets=buckets), certificate)
 
 
 def why_not_left(bucket: Bucket) -> str:

@@ -94,20 +94,20 @@ def percent_above(ratio: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanResult:
     """A plan, and what it was predicted to reach if it was made from a cost."""
 
     plan: BucketPlan
     certificate: Certificate | None = None
 
 
-def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout) -> Planned:
+def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout) -> PlanResult:
     """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
     first_cap_mb = min(FIRST_CAP_MB, cap_mb)
-    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
+    return PlanResult(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
 
 
-def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
+def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> PlanResult:
     """One bucket, for each key, for each stretch of gradients of one unit.
 
     `gradients` are in launch order; `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
@@ -119,7 +119,7 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
         members = list(stretch)
         for key in dict.fromkeys(gradient.key for gradient in members):
             buckets.append(layout.bucket([gradient for gradient in members if gradient.key == key]))
-    return Planned(BucketPlan(tuple(buckets)))
+    return PlanResult(BucketPlan(tuple(buckets)))
 
 
 def plan_optimal(
@@ -127,7 +127,7 @@ def plan_optimal(
     cost: AllReduceCost,
     times: ReadyTimes,
     layout: Layout,
-) -> Planned:
+) -> PlanResult:
     """The partition that is best in the worst case: over speeds off by 0.5x to 2x.
 
     The plan must be the same on every rank, so all of them pass the same times. A backward whose length is not known
@@ -142,7 +142,7 @@ def plan_optimal(
         ready_gradients(members, times, backward_s), cost=cost, backward_s=backward_s
     )
     buckets = [layout.bucket([ordered[position] for position in bucket]) for bucket in partition]
-    return Planned(BucketPlan(tuple(buckets)), certificate)
+    return PlanResult(BucketPlan(tuple(buckets)), certificate)
 
 
 # --- the best in the worst case -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dp_compile.comm_hooks.comm_hook import HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
-from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
+from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import (
     AVERAGING,
@@ -25,7 +25,7 @@ from dp_compile.engine.supported import (
 )
 from dp_compile.errors import require
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
-from dp_compile.plan.planner import Planned
+from dp_compile.plan.planner import PlanResult
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.planning import make_plan
 
@@ -59,7 +59,7 @@ def _reduce_by(replica: Replica, group: Group, *, replans: bool) -> None:
     replica.group = group
     if planning is None or _keeps_buckets(replica.plan, gradients):
         replica.adopt(
-            Planned(replica.plan.with_keys_of(gradients), replica.planning.certificate), replica.planning.ready
+            PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate), replica.planning.ready
         )
     else:
         replica.planning.awaits_graph = planning.layout is not None
@@ -79,11 +79,11 @@ def _keeps_buckets(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
 
 def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> None:
     """See `ReplicatedModule.set_gradient_divide_factor`. `name`: of the module's class."""
-    with telling_the_others(replica, "set_gradient_divide_factor()"):
+    with propagate_errors(replica, "set_gradient_divide_factor()"):
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         require(is_number and 0 < factor < math.inf, "gradient_divide_factor", "a finite number > 0", factor)
         check_supported(replica, (AVERAGING, DIVIDE_FACTOR), module=name)
-    agree_in_call(replica, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
+    check_consistent_in_call(replica, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     averaging = replica.group.averaging
     if averaging.divide_by != factor:
         given = averaging.given or averaging.divide_by is not None
@@ -92,7 +92,7 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
 
 def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
     """See `ReplicatedModule.register_comm_hook`. `name`: of the module's class."""
-    with telling_the_others(replica, "register_comm_hook()"):
+    with propagate_errors(replica, "register_comm_hook()"):
         check_supported(replica, (AVERAGING, COMM_HOOK), module=name)
         hook = make_comm_hook(state, function, replica.group.process_group, replica.group.backend)
         kinds = [FUNCTIONAL_HOOK] if hook.memory is not None else [CALLED_HOOK] if hook.is_called else []
@@ -103,7 +103,7 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
         if hook.memory is not None:
             assert isinstance(hook.function, FunctionalHook)
             hook.memory.bind(hook.function, replica.names, replica.parameters)
-        agree_in_call(replica, {"comm hook": hook.statement}, "register_comm_hook()")
+        check_consistent_in_call(replica, {"comm hook": hook.statement}, "register_comm_hook()")
     except BaseException:
         replica.planning.comm_hook = None
         if hook.memory is not None:

@@ -27,7 +27,7 @@ from dp_compile._torch import distributed
 from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
-from dp_compile.engine.plan_sync import meet_before_launch, settle
+from dp_compile.engine.plan_sync import finalize_plans, meet_before_launch
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import AVERAGING, JOIN, check_supported
 from dp_compile.errors import ConfigError
@@ -177,7 +177,7 @@ class _Membership(JoinHook):
         self._find_active(has_inputs=False)
         replica = self.replica
         with Watched([replica]) as watched:
-            settle([replica])
+            finalize_plans([replica])
             meet_before_launch([replica])
             watched.count_from_here()
             this = ReductionRound(replica, absent=True)
@@ -187,7 +187,7 @@ class _Membership(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the state of the last rank that had inputs."""
         replica = self.replica
-        replica.arrive()  # left before ranks ran out of inputs; one that had none has read nothing since
+        replica.wait_for_updates()  # left before ranks ran out of inputs; one that had none has read nothing since
         process_group = replica.group.process_group
         own = dist.get_rank(process_group) if is_last_joiner else -1
         source = torch.tensor([own], device=replica.device)

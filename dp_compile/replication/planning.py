@@ -9,7 +9,7 @@ from functools import partial
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout
-from dp_compile.plan.planner import Planned, plan_fixed, plan_optimal, plan_per_module
+from dp_compile.plan.planner import PlanResult, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
 
 
@@ -22,7 +22,7 @@ class Planning:
     """
 
     strategy: str
-    planned: Planned
+    planned: PlanResult
     ready: ReadyTimes
     layout: Layout | None = None
 

@@ -33,7 +33,7 @@ from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import Statement, agree_in_call, describe_plan, telling_the_others
+from dp_compile.engine.plan_sync import Statement, check_consistent_in_call, describe_plan, propagate_errors
 from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
@@ -204,7 +204,7 @@ def replicate_module(
         ConfigError, ModuleError, DesyncError: as in `replicate`.
     """
     group, inner = resolve_group(process_group, device_mesh), unwrap(module)
-    with telling_the_others(group, CALL):
+    with propagate_errors(group, CALL):
         options = merge_options(config, given)
         if not isinstance(inner, nn.Module):
             raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
@@ -218,7 +218,7 @@ def replicate_module(
             **options_of_torch(options, group, bucket_policy),
         )
         return module
-    with telling_the_others(group, CALL):
+    with propagate_errors(group, CALL):
         if state := find_state(inner):
             waits = ", it starts with its first forward" * isinstance(state, Pending)
             raise ModuleError(
@@ -307,13 +307,13 @@ def options_of_torch(
         "bucket_policy": bucket_policy is not None,
         "a device_mesh with two dimensions": group.levels is not None,
     }
-    with telling_the_others(group, CALL):
+    with propagate_errors(group, CALL):
         if asked := [what for what, is_given in refused.items() if is_given]:
             raise ConfigError(
                 f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(asked)}. Leave that "
                 "out, or leave ddp_python_hook at its default."
             )
-    agree_in_call(group, {HOOK_VARIABLE: False}, CALL)
+    check_consistent_in_call(group, {HOOK_VARIABLE: False}, CALL)
     return {
         # torch's DDP takes no math.inf.
         "bucket_cap_mb": None if options.bucket_cap_mb is None else min(options.bucket_cap_mb, 2.0**20),
@@ -331,7 +331,7 @@ def options_of_torch(
 def _start(module: nn.Module, request: _Request, pending: Pending | None = None) -> None:
     """Replicate a module whose parameters have values."""
     config = request.config
-    with telling_the_others(request.group, CALL):
+    with propagate_errors(request.group, CALL):
         target = select(module, request.ignored)
         copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
         check_selection(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
@@ -342,7 +342,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
         replica.module.precision = precision
         statement = _statement(target, replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
-    replica.module.topic = agree_in_call(request.group, statement, CALL)
+    replica.module.topic = check_consistent_in_call(request.group, statement, CALL)
     if replica.planning.awaits_graph and config.cost is None and replica.group.has_others and link_source() != NOMINAL:
         replica.group = dataclasses.replace(replica.group, measured=remembered_cost(replica))
     buffers = replica.buffers if config.copies_buffers_at_start else ()
@@ -383,8 +383,8 @@ def _make_replica(target: Selection, request: _Request) -> Replica:
         names=names,
         module=ModuleRefs(
             frozen=tuple(target.frozen.items()),
-            buffer_places=target.places(target.buffers),
-            parameter_places=target.places(target.parameters),
+            buffer_refs=target.places(target.buffers),
+            parameter_refs=target.places(target.parameters),
             outline=target.outline(),
             beside_shards=target.sharded,
             sparse=sparse,

@@ -20,7 +20,7 @@ from dp_compile._torch.dtensors import is_dtensor
 from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
-from dp_compile.engine.places import Outline, Place
+from dp_compile.engine.parameter_refs import Outline, ParameterRef
 from dp_compile.errors import ConfigError, ModuleError, require
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class Selection:
         names = frozenset(fully_qualified(name) for name, _ in self.module.named_parameters(remove_duplicate=False))
         return Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone))
 
-    def places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Place, ...]:
+    def places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[ParameterRef, ...]:
         """Every place of each of these tensors: tied ones have several."""
         chosen = set(map(id, tensors.values()))
         return tuple(
-            Place(weakref.ref(owner), attribute, name)
+            ParameterRef(weakref.ref(owner), attribute, name)
             for owner, attribute, name, tensor in _placed(self.module)
             if id(tensor) in chosen
         )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import autograd, compiler
-from dp_compile.engine.plan_sync import agree_in_call
+from dp_compile.engine.plan_sync import check_consistent_in_call
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.plan.words import count
@@ -80,11 +80,11 @@ def warmup(
     replica, examples = replica_of(module), list(batches)
     replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(inner_module(module)))]))
     for each in replicas:
-        each.arrive()  # else what arrives meanwhile would be taken back with the counters, as if of the warm-up
+        each.wait_for_updates()  # what ends during the warm-up is taken back with the counters
     if not examples:
         raise ConfigError("warmup() needs at least one batch, got none.")
     kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
-    agree_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
+    check_consistent_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
     made = [_made()]
     with _without_side_effects(unwrap(module), replicas):
         versions = _versions(module)
@@ -110,7 +110,7 @@ def warmup(
                     place, so_far = f"round {len(made)}: backward {number} of {of}", time.monotonic() - started
                     logger.info("warm-up, %s compiled %s, %.1f s so far", place, count(new, "graph"), so_far)
             made.append(_made())
-    agree_in_call(replica, {}, "the end of warmup()")
+    check_consistent_in_call(replica, {}, "the end of warmup()")
     for each in replicas:
         each.state.is_warmed_up = True
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
@@ -176,19 +176,19 @@ def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Ite
 @contextlib.contextmanager
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.history.synced_backwards, replica.history.backwards.copy()
-    used = set(replica.state.local.used)
-    versions = dict(replica.state.local.versions)
+    used = set(replica.state.step_guard.used)
+    versions = dict(replica.state.step_guard.versions)
     memory = None if replica.planning.comm_hook is None else replica.planning.comm_hook.memory
     remembered = None if memory is None else memory.state_dict()
-    replica.state.rehearses = True
+    replica.state.is_dry_run = True
     try:
         yield
     finally:
-        replica.state.rehearses = False
-        replica.state.local.versions = versions
+        replica.state.is_dry_run = False
+        replica.state.step_guard.versions = versions
         replica.history.synced_backwards = steps
         if memory is not None and remembered is not None:
             memory.restore(remembered)
         replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.history.backwards.update(backwards)
-        replica.state.local.used = used
+        replica.state.step_guard.used = used

@@ -85,7 +85,7 @@ def test_calibration_is_on_the_device_of_the_group(
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
         monkeypatch.setattr(distributed, "backend_of", lambda _, kind: of[kind])
         monkeypatch.setattr(calibration._Sweep, "fit", fitted)
-        monkeypatch.setattr(calibration, "agree_in_call", lambda *_, **__: None)
+        monkeypatch.setattr(calibration, "check_consistent_in_call", lambda *_, **__: None)
         monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
         assert dist.get_backend() == "undefined"
         dp_compile.calibrate()

@@ -162,7 +162,7 @@ STAGES: dict[str, Stage] = {
     "in an op between launches": lambda model, output: nullcontext(),
     "at a launch": lambda model, output: patched(EagerOps, "launch"),
     "in a wait": lambda model, output: patched(EagerOps, "wait"),
-    "after the last wait": lambda model, output: patched(compilation.CompiledBackward, "_settle"),
+    "after the last wait": lambda model, output: patched(compilation.CompiledBackward, "_hand_out"),
     "in the update": lambda model, output: patched(optim, "step_without_hooks"),
     "in a gather": lambda model, output: patched(sharded, "launch_gather"),
     "in the capture": lambda model, output: patched(compilation, "with_reductions"),

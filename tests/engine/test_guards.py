@@ -30,7 +30,7 @@ def no_replicas_of_other_tests() -> None:
     """They look at each backward of the process until they are collected."""
     torch._dynamo.reset()
     gc.collect()
-    guards._intact.clear()
+    guards._checked.clear()
 
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)

@@ -20,7 +20,7 @@ from torch import nn
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.engine import plan_sync
-from dp_compile.engine.plan_sync import Table, agree, decide, exchange
+from dp_compile.engine.plan_sync import StoreChannel, all_gather_object, broadcast_object, check_consistent
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.status import RankStatus, write_status
 from dp_compile.errors import CommunicationError, DesyncError
@@ -180,14 +180,17 @@ def on_threads(ranks: Iterable[int], call: Callable[[int], Any]) -> dict[int, An
     return heard
 
 
-CALLS: dict[str, Callable[[Table], Any]] = {
-    "agree": lambda table: agree(table, "topic", SAME),
-    "decide": lambda table: decide(table, "topic", 1),
-    "exchange": lambda table: exchange(table, "topic", 1),
+CALLS: dict[str, Callable[[StoreChannel], Any]] = {
+    "check_consistent": lambda channel: check_consistent(channel, "topic", SAME),
+    "broadcast_object": lambda channel: broadcast_object(channel, "topic", 1),
+    "all_gather_object": lambda channel: all_gather_object(channel, "topic", 1),
 }
 
 
-@pytest.mark.parametrize(("call", "rank"), [("agree", 0), ("agree", 1), ("decide", 1), ("exchange", 0)])
+@pytest.mark.parametrize(
+    ("call", "rank"),
+    [("check_consistent", 0), ("check_consistent", 1), ("broadcast_object", 1), ("all_gather_object", 0)],
+)
 @pytest.mark.parametrize("before", [True, False])
 def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
     """Before a rank asks, and while it waits: the error comes at once and is not one of a rank that did not come."""
@@ -197,7 +200,7 @@ def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
 
     def ask() -> None:
         try:
-            CALLS[call](Table(client, rank, 2, 60.0))
+            CALLS[call](StoreChannel(client, rank, 2, 60.0))
         except BaseException as error:
             heard.append(error)
 
@@ -207,7 +210,7 @@ def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
         thread.start()
     else:
         thread.start()
-        while not other.check([f"topic/{rank}"]) and call != "decide":
+        while not other.check([f"topic/{rank}"]) and call != "broadcast_object":
             time.sleep(0.01)
         time.sleep(0.1)
         del server
@@ -220,22 +223,22 @@ def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
 def test_many_missing_ranks_are_all_named_before_any_rank_gives_up() -> None:
     """The one verdict comes in time for those who wait for it, however many ranks are missing."""
     store: Any = dist.HashStore()
-    heard = on_threads((0, 5), lambda rank: agree(Table(store, rank, 6, 2.0), "topic", SAME))
+    heard = on_threads((0, 5), lambda rank: check_consistent(StoreChannel(store, rank, 6, 2.0), "topic", SAME))
     assert set(heard.values()) == {"topic: ranks 1, 2, 3, 4 have not reached this synchronisation point after 2 s"}
 
 
 @pytest.mark.parametrize(
     ("call", "rank", "text"),
     [
-        ("decide", 1, r"topic: rank 0 has not decided within 0\.05 s"),
-        ("exchange", 0, r"topic: rank 1 has not reached this synchronisation point after 0\.05 s"),
-        ("exchange", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
-        ("agree", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
+        ("broadcast_object", 1, r"topic: rank 0 has not decided within 0\.05 s"),
+        ("all_gather_object", 0, r"topic: rank 1 has not reached this synchronisation point after 0\.05 s"),
+        ("all_gather_object", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
+        ("check_consistent", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
     ],
 )
 def test_a_rank_that_is_missing(call: str, rank: int, text: str) -> None:
     with pytest.raises(DesyncError, match=text):
-        CALLS[call](Table(dist.HashStore(), rank, 2, 0.05))
+        CALLS[call](StoreChannel(dist.HashStore(), rank, 2, 0.05))
 
 
 @pytest.mark.parametrize(
@@ -261,11 +264,11 @@ def test_a_rank_that_compiles(
             beat += beats
             write_status(store, 0, RankStatus(beat, {}, place))
         write_status(store, 0, RankStatus(beat + 1, {}))
-        decide(Table(store, 0, 2, 0.5), "topic", 1)
+        broadcast_object(StoreChannel(store, 0, 2, 0.5), "topic", 1)
 
     rank_0 = threading.Thread(target=compile_and_come)
     rank_0.start()
     with contextlib.nullcontext() if comes else pytest.raises(DesyncError, match="has not decided within"):
-        assert decide(Table(store, 1, 2, 0.5, (0, 1)), "topic", None) == 1
+        assert broadcast_object(StoreChannel(store, 1, 2, 0.5, (0, 1)), "topic", None) == 1
     over.set()
     rank_0.join()

@@ -97,7 +97,7 @@ class Task(Machine):
         append(self.results, line(self.experiment, claim, status, figure, detail, role=self.role, rank=self.rank))
 
     def waiting(self) -> list[str]:
-        """Planned claims without a result."""
+        """PlanResult claims without a result."""
         return [row["claim"] for row in rows_of(self.results, self.experiment) if row["status"] == PLANNED]
 
     def publish(self, name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.crossing import ARRIVE, LEAVE, ArriveBeforeUse, LeaveReductions
+from dp_compile.passes.crossing import ARRIVE, LEAVE, CompleteBeforeUse, DeferReductions
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates
 from dp_compile.plan.buckets import BucketPlan
 
@@ -36,7 +36,7 @@ def left(
     bucket_of = {m.gradient.index: number for number, bucket in enumerate(plan.buckets) for m in bucket.members}
     values = [torch.randn(4, 4) for _ in range(5)]
     graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates((-1, 0, 1, 2, 3)))).graph
-    LeaveReductions((plan,), ((crosses,) * len(updates),))(graph)
+    DeferReductions((plan,), ((crosses,) * len(updates),))(graph)
     graph.lint()
     return graph
 
@@ -86,7 +86,7 @@ def forward(first: torch.Tensor, x: torch.Tensor, second: torch.Tensor, unread: 
 def waiting(parameters: Sequence[int], inputs: int = 4, **options: Any) -> list[tuple[str, ...]]:
     """Of each wait the inputs that it names, and what stands right behind it."""
     graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
-    ArriveBeforeUse(tuple(parameters), inputs, **options)(graph)
+    CompleteBeforeUse(tuple(parameters), inputs, **options)(graph)
     graph.lint()
     return [
         (*(each.name for each in node.args[0]), node.next.name)
@@ -100,7 +100,7 @@ def test_each_parameter_is_waited_for_in_front_of_its_first_reader() -> None:
 
 def test_a_wait_is_ordered_behind_the_last_product() -> None:
     graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
-    ArriveBeforeUse((0, 2), 4)(graph)
+    CompleteBeforeUse((0, 2), 4)(graph)
     behind = [node.args[1] for node in graph.find_nodes(op="call_function", target=ARRIVE)]
     assert [None if node is None else node.name for node in behind] == [None, "mm"]
 
@@ -112,5 +112,5 @@ def test_if_inputs_are_not_those_that_were_seen_all_are_waited_for_at_the_start(
 def test_a_backward_waits_for_nothing() -> None:
     graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
     next(iter(graph.nodes)).name = "tangents_1"
-    ArriveBeforeUse((0, 2), 4)(graph)
+    CompleteBeforeUse((0, 2), 4)(graph)
     assert not graph.find_nodes(op="call_function", target=ARRIVE)

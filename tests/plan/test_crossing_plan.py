@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, step_seconds, worst_ratio
+from dp_compile.plan.crossing import Job, in_order_of_need, plan_crossing, receiver, step_seconds, worst_ratio
 from dp_compile.plan.network import ReadyGradient
-from dp_compile.plan.planner import Planned, certify
+from dp_compile.plan.planner import PlanResult, certify
 from dp_compile.plan.ready_times import ReadyTimes
 
 KEY = bucket_key("0", "sum", "float32", "cpu")
@@ -25,11 +25,11 @@ def gradient(index: int, nbytes: int, name: str = "") -> GradientSpec:
     return GradientSpec(index, name or f"p{index}", (nbytes // 4,), (1,), 4, KEY)
 
 
-def planned(sizes: list[int], cap: int = 1) -> Planned:
+def planned(sizes: list[int], cap: int = 1) -> PlanResult:
     """Gradients in the order in which they are ready, then the flags; a bucket ends at `cap` bytes."""
     every = [gradient(index, size) for index, size in enumerate(sizes)]
     every.append(gradient(len(sizes), 4, UNUSED_FLAGS))
-    return Planned(plan_buckets(every, bucket_cap_mb=cap / 2**20, first_bucket_cap_mb=cap / 2**20))
+    return PlanResult(plan_buckets(every, bucket_cap_mb=cap / 2**20, first_bucket_cap_mb=cap / 2**20))
 
 
 def times(shares: list[float], backward_s: float) -> ReadyTimes:
@@ -70,17 +70,17 @@ def test_who_waits_for_whom_by_hand() -> None:
             [(80.0, 100.0, 40.0), (90.0, 110.0, 40.0), (0.0, 140.0, 4.0)]
         )
     ]
-    found = [(each.start_s, each.finish_s, each.needed_s, each.waited_s) for each in arrivals(jobs)]
+    found = [(each.start_s, each.finish_s, each.needed_s, each.waited_s) for each in receiver(jobs)]
     assert found == [(80.0, 120.0, 100.0, 20.0), (120.0, 160.0, 130.0, 30.0), (160.0, 164.0, 190.0, 0.0)]
 
 
 @given(data=st.data(), lanes=st.integers(1, 2))
 def test_waits_add_up_to_the_step(data: st.DataObject, lanes: int) -> None:
-    """`step_seconds` goes by the latest of all, `arrivals` by what each wait adds."""
+    """`step_seconds` goes by the latest of all, `receiver` by what each wait adds."""
     sizes = data.draw(st.lists(st.integers(1, 15).map(lambda each: 4 * each), min_size=1, max_size=6))
     shares = data.draw(st.lists(st.floats(0.05, 1.0), min_size=len(sizes), max_size=len(sizes)))
     jobs, backward_s = jobs_of(sizes, shares, float(sum(sizes))), float(sum(sizes))
-    waited_s = sum(each.waited_s for each in arrivals(jobs, lanes=lanes))
+    waited_s = sum(each.waited_s for each in receiver(jobs, lanes=lanes))
     assert backward_s * 1.5 + waited_s == pytest.approx(step_seconds(jobs, backward_s, lanes=lanes))
 
 

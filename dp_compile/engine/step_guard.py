@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dp_compile._torch import autograd
-from dp_compile._torch.dtensors import own_part
+from dp_compile._torch.dtensors import local_tensor
 
 
 @dataclass(eq=False, slots=True)
-class LocalGradients:
+class StepGuard:
     """Of one module.
 
     Args:
@@ -115,7 +115,7 @@ class LocalGradients:
         for index, version in self.versions.items():
             if version != autograd.version_of(self.parameters[index]):
                 grad = self.parameters[index].grad
-                if grad is not None and bool(own_part(grad).any()):
+                if grad is not None and bool(local_tensor(grad).any()):
                     self.stepped.add(index)
                 else:
                     self.moved = True

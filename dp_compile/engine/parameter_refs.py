@@ -19,7 +19,7 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterRef:
     """Where a parameter or a buffer was found, and its fully qualified name. A forward may put another buffer there."""
 
     owner: weakref.ref[nn.Module]
