@@ -12,7 +12,7 @@ from torch import fx
 
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.crossing import ARRIVE, LEAVE, CompleteBeforeUse, DeferReductions
+from dp_compile.passes.crossing import LEAVE, WAIT_FOR_PARAMETERS, CompleteBeforeUse, DeferReductions
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates
 from dp_compile.plan.buckets import BucketPlan
 
@@ -90,7 +90,7 @@ def waiting(parameters: Sequence[int], inputs: int = 4, **options: Any) -> list[
     graph.lint()
     return [
         (*(each.name for each in node.args[0]), node.next.name)
-        for node in graph.find_nodes(op="call_function", target=ARRIVE)
+        for node in graph.find_nodes(op="call_function", target=WAIT_FOR_PARAMETERS)
     ]
 
 
@@ -101,7 +101,7 @@ def test_each_parameter_is_waited_for_in_front_of_its_first_reader() -> None:
 def test_a_wait_is_ordered_behind_the_last_product() -> None:
     graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
     CompleteBeforeUse((0, 2), 4)(graph)
-    behind = [node.args[1] for node in graph.find_nodes(op="call_function", target=ARRIVE)]
+    behind = [node.args[1] for node in graph.find_nodes(op="call_function", target=WAIT_FOR_PARAMETERS)]
     assert [None if node is None else node.name for node in behind] == [None, "mm"]
 
 
@@ -113,4 +113,4 @@ def test_a_backward_waits_for_nothing() -> None:
     graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
     next(iter(graph.nodes)).name = "tangents_1"
     CompleteBeforeUse((0, 2), 4)(graph)
-    assert not graph.find_nodes(op="call_function", target=ARRIVE)
+    assert not graph.find_nodes(op="call_function", target=WAIT_FOR_PARAMETERS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.crossing import Job, in_order_of_need, plan_crossing, receiver, step_seconds, worst_ratio
+from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, step_seconds, worst_ratio
 from dp_compile.plan.network import ReadyGradient
 from dp_compile.plan.planner import PlanResult, certify
 from dp_compile.plan.ready_times import ReadyTimes
@@ -70,17 +70,17 @@ def test_who_waits_for_whom_by_hand() -> None:
             [(80.0, 100.0, 40.0), (90.0, 110.0, 40.0), (0.0, 140.0, 4.0)]
         )
     ]
-    found = [(each.start_s, each.finish_s, each.needed_s, each.waited_s) for each in receiver(jobs)]
+    found = [(each.start_s, each.finish_s, each.needed_s, each.waited_s) for each in arrivals(jobs)]
     assert found == [(80.0, 120.0, 100.0, 20.0), (120.0, 160.0, 130.0, 30.0), (160.0, 164.0, 190.0, 0.0)]
 
 
 @given(data=st.data(), lanes=st.integers(1, 2))
 def test_waits_add_up_to_the_step(data: st.DataObject, lanes: int) -> None:
-    """`step_seconds` goes by the latest of all, `receiver` by what each wait adds."""
+    """`step_seconds` goes by the latest of all, `arrivals` by what each wait adds."""
     sizes = data.draw(st.lists(st.integers(1, 15).map(lambda each: 4 * each), min_size=1, max_size=6))
     shares = data.draw(st.lists(st.floats(0.05, 1.0), min_size=len(sizes), max_size=len(sizes)))
     jobs, backward_s = jobs_of(sizes, shares, float(sum(sizes))), float(sum(sizes))
-    waited_s = sum(each.waited_s for each in receiver(jobs, lanes=lanes))
+    waited_s = sum(each.waited_s for each in arrivals(jobs, lanes=lanes))
     assert backward_s * 1.5 + waited_s == pytest.approx(step_seconds(jobs, backward_s, lanes=lanes))
 
 

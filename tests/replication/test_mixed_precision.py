@@ -408,6 +408,8 @@ class TestRefused:
                 return super().forward(x)
 
         model = replicated(nn.Sequential(Moving(6, 6)))
-        with pytest.raises(dp_compile.ModuleError, match=r"changed its parameter bias in place, .*replicate\(\) first"):
+        with pytest.raises(
+            dp_compile.ModuleError, match=r"changed its parameter bias in place\. .*replicate\(\) first"
+        ):
             model(X)
         dp_compile.unreplicate(model)

@@ -104,4 +104,4 @@ def test_an_end_of_one_is_the_end_of_all(ends: str, tmp_path: Path) -> None:
         assert err.startswith("dp-compile: error: a rank failed, all were stopped; in the order")
         assert "\nrank 1: died with exit code -9\n" in err
     assert not [each for each in ranks if Path(f"/proc/{each}").exists()]
-    assert not list(tmp_path.iterdir())
+    assert {each.name.partition("_")[0] for each in tmp_path.iterdir()} <= {"torchinductor"}  # a cache
