@@ -56,7 +56,7 @@ NAMES = {
     "ddp_compiled": "compiled DDP",
     "ddp_compiled:5": "compiled DDP, 5 MiB buckets",
     "python_reducer": "python_reducer",
-    "fsdp2_replicate": "FSDP2 replicate",
+    "chart:fsdp2_replicate": "FSDP2 replicate",
     "ours": "dp_compile, nothing tuned",
 }
 WIDTH, LEFT, RIGHT, BAR, GAP = 830, 210, 60, 15, 34
