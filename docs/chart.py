@@ -57,7 +57,7 @@ NAMES = {
     "ddp_compiled:5": "compiled DDP, 5 MiB buckets",
     "python_reducer": "python_reducer",
     "chart:fsdp2_replicate": "FSDP2 replicate",
-    "ours": "dp_compile, nothing tuned",
+    "ours": "dp_compile, default options",
 }
 WIDTH, LEFT, RIGHT, BAR, GAP = 830, 210, 60, 15, 34
 STYLE = """<style>
