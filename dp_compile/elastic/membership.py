@@ -63,6 +63,7 @@ class Registry:
     Attributes:
         members: the generation that this process is in; before its first meeting the one that it comes from.
         is_in_use: a training has it.
+        backend: of every group, as the user gave it: torch reports "undefined" for a group that was made without one.
 
     Every method raises `LostStoreError` if the store is gone.
     """
@@ -70,6 +71,7 @@ class Registry:
     def __init__(self, store: Store, process: str, members: Members) -> None:
         self.base, self.process, self.members = store, process, members
         self.is_in_use = False
+        self.backend: str | None = None
         self._store = PrefixStore("dp_compile.elastic", store)
         if members.generation < 0:
             self._ask("compare_set", "members", "", members.to_json())

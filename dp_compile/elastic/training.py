@@ -72,16 +72,17 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
     else:
         _registry = Registry(store, os.environ["RANK"], Members.initial(int(os.environ["WORLD_SIZE"])))
         _registry.meet(grace_s=START_S, min_ranks=1, wait_s=0.0)
-    _init_process_group(backend, _registry, timeout)
+    _registry.backend = backend
+    _init_process_group(_registry, timeout)
 
 
-def _init_process_group(backend: str | None, registry: Registry, timeout: timedelta) -> None:
+def _init_process_group(registry: Registry, timeout: timedelta) -> None:
     """Make the default group, of the members."""
     members, process = registry.members, registry.process
     of_one = f" of {process}" if len(members.processes) == 1 else ""  # a process that joins counts from 0
     store = PrefixStore(f"dp_compile.elastic/group {members.generation}{of_one}", registry.base)
     rank, ranks = members.processes.index(process), len(members.processes)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(registry.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 class Training:
@@ -138,7 +139,7 @@ class Training:
         """This process trains alone for one step, which compiles, and then joins."""
         group = dist.group.WORLD
         assert group is not None
-        self._backend, self._group_name = dist.get_backend(), distributed.group_name(group)
+        self._group_name = distributed.group_name(group)
         self._start_timeout_s = distributed.timeout_of(group, self._device)
         self._timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         self._grace_s = self._timeout_s + 1.0 if grace_s is None else grace_s
@@ -285,7 +286,7 @@ class Training:
     def _form(self) -> None:
         """Make the group of the generation, and give ranks that have not finished most steps what they lack."""
         distributed.end_all_groups()
-        _init_process_group(self._backend, self._registry, timedelta(seconds=self._timeout_s))
+        _init_process_group(self._registry, timedelta(seconds=self._timeout_s))
         group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         assert group is not None
         assert distributed.group_name(group) == self._group_name, "compiled code finds the group by its name"

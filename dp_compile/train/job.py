@@ -132,7 +132,7 @@ def train(options: argparse.Namespace) -> bool:
     texts = tuple(each.to(device) for each in load_corpus())
     say(f"model  GPT, {options.layers} layers, {sum(map(torch.numel, twin.parameters())):,} values")
     say(f"data   standard library of Python {platform.python_version()}, {len(texts[0]) / 1e6:.1f} MB to train on")
-    say(f"ranks  {dist.get_world_size()} on {device.type} ({dist.get_backend()})\n")
+    say(f"ranks  {dist.get_world_size()} on {device.type} ({distributed.backend_of(None, device.type)})\n")
     _steps(options, model, twin if options.check else None, *texts)
     lines = [textwrap.wrap(line, 80, subsequent_indent="      ") for line in str(dp_compile.report(model)).splitlines()]
     say("\n".join(["", *itertools.chain(*lines)]))

@@ -183,7 +183,7 @@ class Fault:
 def main(last: str, steps: int, directory: str, variant: str, *faults: str) -> None:
     started_s = time.time()
     torch.set_num_threads(1)
-    elastic.init_process_group("gloo", timeout=timedelta(seconds=60))
+    elastic.init_process_group(timeout=timedelta(seconds=60))
     process = os.environ.get(JOIN_VARIABLE) or os.environ["RANK"]
     job, fault = job_of(variant), Fault(process, faults)
     training = elastic.Training(*job.states, timeout_s=TIMEOUT_S)
