@@ -22,7 +22,7 @@ from dp_compile.bench.results import Ratio, load, ratios
 
 
 class FSDP2Replicate(Mode):
-    """FSDP2's `replicate` of each block and of the whole, each block compiled, as torchtitan does it."""
+    """FSDP2's `replicate` of each block and of the whole, each block compiled."""
 
     name = "fsdp2_replicate"
 

@@ -40,8 +40,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
         Raises:
             DesyncError: on every rank, others were given other parameters, or are at another step.
             CommunicationError: a rank did not come within the group's time-out.
-            ConfigError: no parameters, or one that has no average.
-            NotImplementedError: neither parameters nor groups.
+            ConfigError: neither parameters nor groups, no parameters, or one that cannot be averaged.
         """
         is_due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
         if is_due or not self._exchange.has_met:

@@ -357,8 +357,8 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
 
     replicas = state.replicas
     known = [len(replica.history.captures) for replica in replicas]
-    receiver = {each: NoGradients(each) if each.state.sync else UnsyncedGradients(each) for each in replicas}
-    with capture() as begun, reporting(receiver):
+    receivers = {each: NoGradients(each) if each.state.sync else UnsyncedGradients(each) for each in replicas}
+    with capture() as begun, reporting(receivers):
         try:
             result = call.run()
         finally:

@@ -96,10 +96,10 @@ class NoGradients:
 
 
 @contextlib.contextmanager
-def reporting(receiver: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
+def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
     """Inside, hooks of these modules report there."""
-    before = [(replica, replica.state.receiver) for replica in receiver]
-    for replica, now in receiver.items():
+    before = [(replica, replica.state.receiver) for replica in receivers]
+    for replica, now in receivers.items():
         replica.state.receiver = now
     try:
         yield
