@@ -144,6 +144,12 @@ def forced_eager() -> bool:
     return config is not None and bool(config.disable)
 
 
+def replays_cuda_graphs(device: torch.device) -> bool:
+    """Whether Inductor has CUDA graphs (`mode="reduce-overhead"`): a replay writes to what the one before returned."""
+    manager_of = _attribute("torch._inductor.cudagraph_trees", "get_manager") if device.type == "cuda" else None
+    return manager_of is not None and manager_of(device.index, create_if_none_exists=False) is not None
+
+
 def trace_autograd_ops() -> bool:
     """Whether Dynamo traces `backward()` itself; it silently drops every post-accumulate-grad hook then."""
     if torch.compiler.is_dynamo_compiling():

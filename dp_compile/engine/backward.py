@@ -374,7 +374,7 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
         _remember(state, state.obstacle)
         return result
     for replica, before in zip(replicas, known, strict=True):
-        replica.history.backwards["captured" if replica.state.sync else "captured without sync"] += 1
+        replica.history.backwards["captured" if replica.state.sync else "without sync"] += 1
         if len(replica.history.captures) > before:
             replica.history.structures[_structure(state.outputs)] = COMES_AGAIN
     for replica in state.synced:  # it has sent its flags before its hooks ran: what they changed is found here
@@ -583,6 +583,8 @@ def _leaf_of(given: Any) -> torch.Tensor | None:
 def _obstacle(state: BackwardState, call: _Call) -> str | None:
     """Why this backward cannot be captured, or `None`."""
     replicas = state.replicas
+    if not state.synced:
+        return "no gradient in it is reduced"  # autograd runs what AOTAutograd made: a capture would be compiled for it
     if not state.is_compiled:
         return "its forward was not compiled; call torch.compile(model) for one graph with fused all-reduces"
     if any(replica.module.dtensors for replica in replicas) and _computes_with_dtensors(call.tensors):

@@ -48,7 +48,7 @@ from dp_compile.passes.memory import Running
 from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassResult
-from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates
+from dp_compile.passes.updates import PlaceUpdates
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -214,12 +214,11 @@ class CompiledBackward:
         """The backend that is called with the whole backward, by Dynamo or in its place."""
         self._log = log = _CompileLog()  # Dynamo has started again: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
-        self._check_reductions(found, graph_module.graph)
+        self._check_reductions(found)
         log.graphs, log.reductions = 1, sum(found.values())
         logger.debug("compiling a graph of a backward, %d reductions in it", log.reductions)
-        if found:
-            for replica in self._reducing:
-                check_not_moved(replica)
+        for replica in self._reducing:
+            check_not_moved(replica)
         dump = self._dump(example_inputs) if dumps.are_wanted() else None
         with during(COMPILE, *self._reducing), dump or _NOTHING, inductor.generated_anew() if dump else _NOTHING:
             if dump is not None:
@@ -229,12 +228,11 @@ class CompiledBackward:
         dynamo.let_go_of_nodes(graph_module)
         return self._runs(compiled, shares)
 
-    def _check_reductions(self, found: Counter[GradientId], graph: fx.Graph) -> None:
+    def _check_reductions(self, found: Counter[GradientId]) -> None:
         expected = Counter(
             (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
         )
-        updates = graph.find_nodes(op="call_function", target=UPDATE_LATER)
-        if (expected and not found) or (self._updates and not updates):
+        if not found:
             raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
         if found != expected:
             names = {(o, each.index): each.name for o, plan in enumerate(self._plans) for each in plan.gradients}
@@ -335,7 +333,6 @@ class CompiledBackward:
                 collectives=self._planned_collectives() if result is None else result.collectives or 0,
                 graphs=log.graphs,
                 cached=result is None,
-                synced=bool(self._synced or self._updates),
                 refusals=() if result is None else result.refusals,
                 memory=None if result is None else result.memory,
                 placements=log.placements,

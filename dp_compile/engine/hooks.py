@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, compiler
 from dp_compile._torch.distributed import collectives_launched, group_of_name
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
@@ -79,6 +79,10 @@ class UnsyncedGradients:
 
     def mark_ready(self, index: int) -> None:
         self.replica.state.step_guard.used.add(index)
+        parameter = self.replica.parameters[index]
+        if parameter.grad is not None and compiler.replays_cuda_graphs(parameter.device):
+            # Autograd keeps what compiled code returned, and the next replay overwrites it (pytorch#169545).
+            parameter.grad = parameter.grad.clone()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,10 +85,9 @@ class CaptureRecord:
     """One captured backward that was compiled.
 
     `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
-    without a gradient. `collectives` come out, counted in the graph after the last
-    pass, planned if `cached`. `cached`: the code came from a compiler's cache, so the passes did not run.
-    Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `memory`: its simulated peak, `None`
-    if `cached`. `placements` are of the gradients that code was generated for.
+    without a gradient. `collectives` come out, counted in the graph after the last pass, planned if `cached`: the code
+    came from a compiler's cache, so the passes did not run. `memory`: its simulated peak, `None` if `cached`.
+    `placements` are of the gradients that code was generated for.
     """
 
     hooks: int
@@ -97,7 +96,6 @@ class CaptureRecord:
     collectives: int
     graphs: int
     cached: bool
-    synced: bool
     refusals: tuple[Refusal, ...] = ()
     memory: PeakMemory | None = None
     placements: tuple[Placement, ...] = ()
@@ -105,8 +103,6 @@ class CaptureRecord:
     """How many parameters optimizers update in it."""
 
     def __str__(self) -> str:
-        if not self.synced:
-            return f"without synchronisation, {count(self.graphs, 'graph')}"
         words = self.reductions - self.hooks - self.completed
         flags = f" + {count(words, 'flag word')}" if words > 0 else ""
         head = (

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from dp_compile.engine.calibration import calibrated
-from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
 from dp_compile.insight.explain import Explanation, explanation_of
@@ -114,8 +113,7 @@ def _measured(replica: Replica) -> str:
 
 def step_of_replica(replica: Replica) -> Step:
     """The same of a replica, with what is known so far."""
-    captures = [record for record in replica.history.captures.values() if record.synced]
-    latest: CaptureRecord | None = captures[-1] if captures else None
+    latest = next(reversed(replica.history.captures.values()), None)
     cost, cost_source = _cost(replica)
     return Step(
         mode=replica.mode,

@@ -120,13 +120,13 @@ def warmup(
 def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:
     """Whether each backward reduces, and whether it adds to the gradients of the one before.
 
-    Gradients from a reduction are parts of one bucket, others have memory of their own: code differs.
+    Gradients from a reduction are parts of one bucket, others have memory of their own: code that adds to them differs.
     """
     kinds = [(True, False)]
     if gradients_kept:
-        kinds += [(True, True), (False, True)] if accumulation else [(True, True)]
+        kinds += [(True, True)]
     if accumulation:
-        kinds += [(False, False), (False, True), (True, True)]
+        kinds += [(False, False), (True, True)]
     return kinds
 
 

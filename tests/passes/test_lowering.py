@@ -116,7 +116,8 @@ def test_a_transformer_block_copies_nothing(transformer: Compiled) -> None:
     assert len(transformer.report.plan.buckets) == 2
     assert not transformer.copied()
     assert "computed in their buckets: 100.0% of" in str(transformer.report)  # flags are none
-    assert kernels(transformer.reduced) <= kernels(transformer.local) + 2  # the flags come in
+    # The flags come in; and two sums for biases, which the order of AOTAutograd's own backward lets Inductor fuse.
+    assert kernels(transformer.reduced) <= kernels(transformer.local) + 4
 
 
 def test_gradients_of_convolutions_are_copied_and_the_report_names_them(convolutions: Compiled) -> None:

@@ -1,4 +1,4 @@
-"""Gradients in memory of their own: what a graph returns twice, and what updates are given, is copied; nothing else."""
+"""Gradients in memory of their own: what a graph returns twice is copied, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import fx, nn
 
 import dp_compile
 from dp_compile.passes.own_memory import OwnMemory
-from dp_compile.passes.updates import UPDATE_LATER, read_update
 
 aten = torch.ops.aten
 
@@ -57,43 +56,6 @@ def test_what_is_returned(function: Callable[..., Any], expected: int) -> None:
         each.fill_(0.0)
 
 
-def read_elsewhere(p: torch.Tensor, x: torch.Tensor) -> Any:
-    gradient = x * 2
-    UPDATE_LATER([p], [gradient.view(-1)], [0], 0, 0, 0)
-    return gradient @ x
-
-
-def read_by_it_alone(p: torch.Tensor, x: torch.Tensor) -> Any:
-    UPDATE_LATER([p], [(x * 2).view(-1)], [0], 0, 0, 0)
-    return x @ x
-
-
-def given_twice(p: torch.Tensor, x: torch.Tensor) -> Any:
-    gradient = x.sum(0)
-    UPDATE_LATER([p, p], [gradient, gradient], [0, 1], 0, 0, 0)
-    return x @ x
-
-
-def an_input(p: torch.Tensor, x: torch.Tensor) -> Any:
-    UPDATE_LATER([p], [x.view(-1)], [0], 0, 0, 0)
-    return p * 2
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [(read_elsewhere, 1), (read_by_it_alone, 0), (given_twice, 2), (an_input, 1)],
-)
-def test_what_updates_are_given(function: Callable[..., Any], expected: int) -> None:
-    module = separated(function, torch.zeros(9), torch.randn(3, 3))
-    assert copies(module) == expected
-    given = [
-        gradient
-        for node in module.graph.find_nodes(op="call_function", target=UPDATE_LATER)
-        for gradient in read_update(node).gradients
-    ]
-    assert len({*given}) == len(given)
-
-
 # --- with Inductor, which takes copies out ----------------------------------------------------------------------
 
 
@@ -123,15 +85,15 @@ def loss_of(model: Any, number: int) -> torch.Tensor:
 
 
 def test_gradients_that_are_clipped(fake_group: dist.ProcessGroup) -> None:
+    """Of parameters beside the replicated module, in the same captured backward."""
     torch._dynamo.reset()
-    model, plain = Twice(), Twice()
-    run = torch.compile(dp_compile.replicate(model))
-    with dp_compile.no_sync(model):
+    models = [nn.Sequential(Twice(), nn.Linear(6, 6)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    replicated = dp_compile.replicate(models[0][1])
+    for run, model in ((torch.compile(models[0]), models[0]), (models[1], models[1])):
         loss_of(run, 0).backward()
-    loss_of(plain, 0).backward()
-    for each in (model, plain):
-        torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
+    for one, other in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    assert dict(dp_compile.report(model).backwards) == {"captured without sync": 1}
-    dp_compile.unreplicate(model)
+    assert dict(dp_compile.report(replicated).backwards) == {"captured": 1}
+    dp_compile.unreplicate(replicated)

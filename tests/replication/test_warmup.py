@@ -77,12 +77,12 @@ def test_nothing_is_compiled_after_the_warm_up(sizes: tuple[int, ...]) -> None:
     model, loss = build()
     examples = [tokens(*shape) for shape in ((4, 9), (4, 7), (3, 8), (3, 6)) if shape[0] in sizes]
     record = dp_compile.warmup(model, examples, loss)
-    assert record.backwards % (len(examples) * 6) == 0
+    assert record.backwards % (len(examples) * 4) == 0
     assert record.settled
     before = made()
     mixed_steps(model, loss, 50, sizes)
     assert made() == before
-    assert set(dp_compile.report(model).backwards) == {"captured", "captured without sync"}
+    assert set(dp_compile.report(model).backwards) == {"captured", "without sync"}
     assert sum(dp_compile.report(model).backwards.values()) == 50
 
 

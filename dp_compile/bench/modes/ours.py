@@ -54,11 +54,10 @@ class _Replicated(Loop):
 
     def counts(self) -> Mapping[str, int]:
         report = dp_compile.report(self.model)
-        captures = [each for each in report.captures if each.synced]
-        if not captures:
+        if not report.captures:
             return {}
-        last = captures[-1]
-        counts = {"graphs": len(captures), "collectives": last.collectives, "bytes": report.plan.nbytes}
+        last = report.captures[-1]
+        counts = {"graphs": len(report.captures), "collectives": last.collectives, "bytes": report.plan.nbytes}
         if not last.cached:  # placements of gradients are not known of code from a cache
             counts["copied bytes"] = sum(each.nbytes for each in last.placements if each.is_copied)
         return counts
