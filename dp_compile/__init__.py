@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dp_compile.errors import ConfigError as ConfigError
     from dp_compile.errors import DesyncError as DesyncError
     from dp_compile.errors import DPCompileError as DPCompileError
-    from dp_compile.errors import ModuleError as ModuleError
     from dp_compile.errors import ReductionError as ReductionError
+    from dp_compile.errors import UnsupportedModuleError as UnsupportedModuleError
     from dp_compile.insight.measure import measure as measure
     from dp_compile.insight.observe import explain as explain
     from dp_compile.insight.observe import report as report
@@ -41,7 +41,7 @@ _HOME = {
     "FunctionalHook": "comm_hooks.functional",
     "HookBucket": "comm_hooks.functional",
     "HookState": "comm_hooks.state",
-    "ModuleError": "errors",
+    "UnsupportedModuleError": "errors",
     "QuantizedHook": "comm_hooks.quantized",
     "ReductionError": "errors",
     "ReplicateConfig": "config",

@@ -2,7 +2,7 @@
 
 DPCompileError
 ├── ConfigError            an option has a value that is not allowed            (also a ValueError)
-├── ModuleError            this module cannot be replicated, or not like this   (also a ValueError)
+├── UnsupportedModuleError            this module cannot be replicated, or not like this   (also a ValueError)
 ├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
 ├── CommunicationError     other ranks cannot be reached, or did not come        (also a RuntimeError)
 │   └── VoidBackwardError  the backward of a rank failed, and all ranks can go on
@@ -20,7 +20,7 @@ class ConfigError(DPCompileError, ValueError):
     """An option has a value that is not allowed."""
 
 
-class ModuleError(DPCompileError, ValueError):
+class UnsupportedModuleError(DPCompileError, ValueError):
     """A module cannot be replicated, or not in this way."""
 
 

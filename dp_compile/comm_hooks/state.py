@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dp_compile.comm_hooks.functional import FunctionalHook, State
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, UnsupportedModuleError
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By parameter, then by the hook's own name."""
@@ -37,7 +37,7 @@ class HookState:
 
         Raises:
             ConfigError: it is no such state.
-            ModuleError: a module uses this one already.
+            UnsupportedModuleError: a module uses this one already.
         """
         self.check_free()
         try:
@@ -60,10 +60,10 @@ class HookState:
         """Check that no module uses it.
 
         Raises:
-            ModuleError: one does.
+            UnsupportedModuleError: one does.
         """
         if self._is_bound:
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 "this HookState belongs to a replicated module already. Make one for each module, and load it before "
                 "register_comm_hook()."
             )

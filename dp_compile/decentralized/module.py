@@ -24,7 +24,7 @@ from dp_compile.decentralized.topologies import topology as topology_of_name
 from dp_compile.decentralized.updates import MixingUpdates
 from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ModuleError, ReductionError, require
+from dp_compile.errors import ReductionError, UnsupportedModuleError, require
 from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replication.module import Pending, inner_module, parts_of, replica_of, state_of, unwrap
@@ -87,17 +87,21 @@ def decentralize(
 
     Raises:
         ConfigError: an option has a value that is not allowed, or the topology is not for so many ranks.
-        ModuleError: the module cannot be replicated, or has parameters without values.
+        UnsupportedModuleError: the module cannot be replicated, or has parameters without values.
         DesyncError: ranks differ in model, topology or options, or one is missing.
     """
     options = _options(config)
     refuse_dtensors(unwrap(module), CALL)
     if parts_of(unwrap(module)):
-        raise ModuleError("a part of the module is replicated already. Call dp_compile.unreplicate(part) first.")
+        raise UnsupportedModuleError(
+            "a part of the module is replicated already. Call dp_compile.unreplicate(part) first."
+        )
     replicate(module, config=options)
     try:
         if isinstance(state_of(module), Pending):
-            raise ModuleError("the module has lazy or meta parameters. Run a forward, or initialise them, first.")
+            raise UnsupportedModuleError(
+                "the module has lazy or meta parameters. Run a forward, or initialise them, first."
+            )
         replica = replica_of(module)
         with propagate_errors(replica, CALL):
             _check(grad_clip_norm, scaler, bucket_size_in_mb)
@@ -140,12 +144,12 @@ def mixing_of(module: nn.Module) -> MixingUpdates:
     """What a decentralized module does in each step.
 
     Raises:
-        ModuleError: the module is not decentralized.
+        UnsupportedModuleError: the module is not decentralized.
     """
     for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
-    raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call decentralize() first.")
+    raise UnsupportedModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call decentralize() first.")
 
 
 class DecentralizedModule(nn.Module):

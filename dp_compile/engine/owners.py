@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ModuleError
+from dp_compile.errors import UnsupportedModuleError
 
 
 class Owners:
@@ -28,11 +28,11 @@ class Owners:
         """Register a replica.
 
         Raises:
-            ModuleError: one of its parameters is replicated already.
+            UnsupportedModuleError: one of its parameters is replicated already.
         """
         for name, parameter in zip(replica.names, replica.parameters, strict=True):
             if self.find(parameter) is not None:
-                raise ModuleError(
+                raise UnsupportedModuleError(
                     f"parameter {name} is replicated already. Call replicate() once, on the outermost module."
                 )
         for index, parameter in enumerate(replica.parameters):

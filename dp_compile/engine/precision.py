@@ -24,7 +24,7 @@ from dp_compile._torch import autograd, compiler
 from dp_compile._torch.dtensors import is_dtensor
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name, fully_qualified
-from dp_compile.errors import ModuleError
+from dp_compile.errors import UnsupportedModuleError
 
 ATTRIBUTE: Final = "_dp_compile_precision"
 """A module's attribute for its `Precision`: Dynamo has to find it there."""
@@ -138,7 +138,7 @@ class Precision:
         for each in casts:
             # Tensors of inference mode have no version.
             if not each.cast.is_inference() and autograd.version_of(each.cast):
-                raise ModuleError(
+                raise UnsupportedModuleError(
                     f"the forward changed its parameter {each.name} in place. With mixed precision the change is lost: "
                     f"the forward uses a copy cast to {self.param_dtype}. Call replicate() first on the module that "
                     "owns the parameter, without param_dtype."
@@ -223,13 +223,13 @@ def make_precision(
         left_alone: modules that are not, each with all modules below it.
 
     Raises:
-        ModuleError: the policy has nothing to cast, or cannot reach all of it.
+        UnsupportedModuleError: the policy has nothing to cast, or cannot reach all of it.
     """
     policy = config.mp_policy
     if policy is None or not config.casts:
         return None
     if "forward" in vars(module):
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{class_name(module)} has a forward() set on the instance, as accelerate does, which bypasses mp_policy. "
             "Call replicate() before forward() is set."
         )
@@ -237,7 +237,7 @@ def make_precision(
     if policy.param_dtype is not None:
         sites = _cast_sites(module, policy.param_dtype, {id(each) for each in chosen}, left_alone)
         if not sites:
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 f"{class_name(module)} has no floating parameter that param_dtype={policy.param_dtype} could "
                 "cast. Leave the policy out."
             )
@@ -257,7 +257,7 @@ def _cast_sites(
             full = fully_qualified(f"{prefix}.{name}" if prefix else name)
             is_other = parameter.is_floating_point() and parameter.dtype != dtype
             if id(parameter) in ignored and is_other:  # half of its uses would be cast
-                raise ModuleError(
+                raise UnsupportedModuleError(
                     f"{full} is shared with an ignored module: it would be cast to {dtype} in one of them only. Ignore "
                     "both, or none."
                 )
@@ -268,7 +268,7 @@ def _cast_sites(
             if id(parameter) not in chosen or not parameter.is_floating_point():
                 continue
             if name == "weight" and getattr(owner, "max_norm", None) is not None and is_other:
-                raise ModuleError(
+                raise UnsupportedModuleError(
                     f"{full} is changed in place by its module's forward (max_norm). With mixed precision the change "
                     "would be lost: the forward uses a cast copy. Call replicate() first on that module, without "
                     "param_dtype."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, UnsupportedModuleError
 
 AVERAGING: Final = "how gradients are averaged"
 CALLED_HOOK: Final = "a comm hook that is called with each bucket"
@@ -99,7 +99,7 @@ def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = ""
         module: the module's name in the message.
 
     Raises:
-        ModuleError: an earlier call for this module stands against it.
+        UnsupportedModuleError: an earlier call for this module stands against it.
         ConfigError: an option, a kind of gradients, or another optimizer does.
     """
     for (kind, found), sentence in _TABLE.items():
@@ -118,4 +118,4 @@ def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = ""
                 "dtensor": replica.names[min(replica.module.dtensors, default=0)],
                 "sparse": replica.names[min(replica.module.sparse, default=0)],
             }
-            raise (ModuleError if is_of_module else ConfigError)(sentence.format(**names))
+            raise (UnsupportedModuleError if is_of_module else ConfigError)(sentence.format(**names))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from dp_compile._torch import autograd
-from dp_compile.errors import ModuleError
+from dp_compile.errors import UnsupportedModuleError
 from dp_compile.insight.observe import measured
 from dp_compile.insight.profile import events_of, measured_steps
 from dp_compile.insight.step import MeasuredStep, format_ms, typical_step
@@ -70,13 +70,15 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     none was, a warning says why, and `step_of(module).measured` stays as it was.
 
     Raises:
-        ModuleError: the module is not replicated, reduces no gradient, or a profiler records already.
+        UnsupportedModuleError: the module is not replicated, reduces no gradient, or a profiler records already.
     """
     replica, measurement = replica_of(module), Measurement()
     if not replica.state.reduces_gradients:
-        raise ModuleError("measure() times reductions; no gradient of this module is reduced. Use torch.profiler.")
+        raise UnsupportedModuleError(
+            "measure() times reductions; no gradient of this module is reduced. Use torch.profiler."
+        )
     if autograd.profiler_is_on():
-        raise ModuleError(
+        raise UnsupportedModuleError(
             "torch.profiler is active already, in another measure() block or in your code; a process can run only one. "
             "Leave its block first, or read its trace: dp_compile.insight.profile.with_profile(step_of(model), file)."
         )

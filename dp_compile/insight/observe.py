@@ -9,7 +9,7 @@ from torch import nn
 
 from dp_compile.engine.calibration import calibrated
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ModuleError
+from dp_compile.errors import UnsupportedModuleError
 from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
@@ -28,7 +28,7 @@ def report(module: nn.Module) -> Report:
     """What was planned for a replicated module, what was captured, and which way its backwards went.
 
     Raises:
-        ModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated.
     """
     replica = replica_of(module)
     hook = replica.called_hook
@@ -52,13 +52,13 @@ def step_of(module: nn.Module) -> Step:
     """What was planned for a replicated module, what that was made from, what was captured and measured.
 
     Raises:
-        ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+        UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     replica = replica_of(module)
     if not replica.state.reduces_gradients:
-        raise ModuleError("no gradient of this module is reduced: there is nothing to explain.")
+        raise UnsupportedModuleError("no gradient of this module is reduced: there is nothing to explain.")
     if not replica.history.synced_backwards:
-        raise ModuleError(
+        raise UnsupportedModuleError(
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."
         )
@@ -72,7 +72,7 @@ def explain(module: nn.Module) -> Explanation:
     line says so.
 
     Raises:
-        ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+        UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     return explanation_of(step_of(module))
 

@@ -10,7 +10,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from dp_compile.config import BACKENDS, ReplicateConfig
 from dp_compile.engine.module_names import class_name
-from dp_compile.errors import ConfigError, ModuleError, require
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import is_replicated, unwrap
 from dp_compile.replication.replicate import unreplicate
@@ -51,12 +51,12 @@ def refuse_managed(module: nn.Module, by: str) -> None:
     inner = unwrap(module)
     if isinstance(inner, DistributedDataParallel | TorchDDP):
         owner = "dp_compile.DistributedDataParallel" if isinstance(inner, DistributedDataParallel) else "torch's DDP"
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{class_name(unwrap(inner.module))} is wrapped by {owner} already, and {by} wraps it too. Give it the "
             "model as it was before."
         )
     if is_replicated(inner):
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{class_name(inner)} is replicated already, and {by} does that too. Give it the model without "
             "dp_compile.replicate(), or call dp_compile.unreplicate(model) first."
         )

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dp_compile._torch import compiler
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
-from dp_compile.errors import ConfigError, ModuleError, require
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions
 from dp_compile.replication.module import Installed, ReplicatedModule
 from dp_compile.replication.replicate import replicate
@@ -68,7 +68,7 @@ def parallelize(
     Raises:
         ConfigError: the job asks for what is not done here: shards, other parallelism, quantization, offloading, CUDA
             graphs; or for what would have no effect.
-        ModuleError: the model is no decoder, has experts, or is replicated already.
+        UnsupportedModuleError: the model is no decoder, has experts, or is replicated already.
         DesyncError: in the first forward, ranks have different models.
     """
     config = _config(replicate_config, compile_config)
@@ -110,7 +110,7 @@ class _Steps(Installed):
         """Where a step begins there are none, or zeros; on a GPU torchtitan leaves none, and nothing waits for it."""
         kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
         if kept is not None and bool(kept.any()):
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 f"{class_name(module)} has reduced gradients from an earlier step at the start of a step (forward "
                 f"{self._done + 1}). A step has {self._micro_steps} forwards, according to training.global_batch_size "
                 "and training.local_batch_size. Set these to the accumulation of the trainer, and zero gradients "
@@ -185,12 +185,12 @@ def _refuse_model(model: nn.Module) -> None:
     refuse_managed(model, "torchtitan's parallelize_fn")
     remedy = "Use torchtitan's own parallelize_fn for it."
     if not isinstance(model, Decoder):
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{class_name(model)} is none of torchtitan's decoders, and other models have parallelize functions of "
             f"their own. {remedy}"
         )
     if any(isinstance(each, MoE) for each in model.modules()):
-        raise ModuleError(f"{class_name(model)} has experts, which was not tried with dp_compile. {remedy}")
+        raise UnsupportedModuleError(f"{class_name(model)} has experts, which was not tried with dp_compile. {remedy}")
     if has_quantization(model.config):
         raise ConfigError(
             f"{class_name(model)} has quantized layers (float8, MXFP8 or NVFP4), which were not tried with dp_compile. "

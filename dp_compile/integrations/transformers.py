@@ -13,7 +13,7 @@ from torch import nn
 from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, UnsupportedModuleError
 from dp_compile.integrations.accelerate import Accelerator
 from dp_compile.integrations.common import refuse_managed, refuse_other_versions, take_off
 from dp_compile.replication.ddp import DistributedDataParallel
@@ -41,7 +41,7 @@ class DPCompileMixin:
 
     Raises:
         ConfigError: one process has several GPUs, models are to be sharded, or what `Accelerator` refuses.
-        ModuleError: the model is wrapped or replicated already.
+        UnsupportedModuleError: the model is wrapped or replicated already.
     """
 
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ class DPCompileMixin:
         """As the trainer's.
 
         Raises:
-            ModuleError: the model was not prepared here, and would not be reduced.
+            UnsupportedModuleError: the model was not prepared here, and would not be reduced.
         """
         if not self._is_checked:
             self._check_reduced(model)
@@ -90,7 +90,7 @@ class DPCompileMixin:
         trains = any(parameter.requires_grad for parameter in inner.parameters())
         is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
         if _trainer(self).args.world_size > 1 and trains and not is_wrapped:
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 f"{class_name(inner)} was not wrapped by dp_compile: it was loaded in shards, or {type(self).__name__} "
                 "prepares models in another way. Load it whole on each rank; or use a trainer without "
                 "DPCompileMixin."

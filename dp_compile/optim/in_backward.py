@@ -65,7 +65,7 @@ def in_backward(
             has no parameter of `model`, or another optimizer updates one already; or an option is not allowed; or
             parameters are DTensors; or, with `shard`, something of the module or the optimizer cannot be cut.
         DesyncError: ranks shard other optimizers, or some do not; or another rank gives another `overlap_forward`.
-        ModuleError: `model` is not replicated, or waits for its first forward.
+        UnsupportedModuleError: `model` is not replicated, or waits for its first forward.
     """
     replica = replica_of(model)
     check_supported(replica, (OPTIMIZER,))

@@ -40,7 +40,7 @@ def synchronize(model: nn.Module) -> None:
     """Do now what an optimizer with `overlap_forward=True` has left for the next forward.
 
     Raises:
-        ModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated.
     """
     replica_of(model).wait_for_updates()
 

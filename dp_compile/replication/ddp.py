@@ -19,7 +19,7 @@ from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
 from dp_compile.engine.precision import precision_of
-from dp_compile.errors import ConfigError, ModuleError, require
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replication.join import join, join_hook
 from dp_compile.replication.module import (
     moved,
@@ -63,7 +63,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Raises:
         ConfigError: an option is not supported or has a value that is not allowed.
-        ModuleError, DesyncError: as `replicate`.
+        UnsupportedModuleError, DesyncError: as `replicate`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         require(dim == 0, "dim", "0, the batch dimension", dim)
         require(bool(init_sync), "init_sync", "True: ranks start from the first rank's state", init_sync)
         if isinstance(module, nn.Module) and is_waiting(module, frozenset()):
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 f"{type(module).__name__} has lazy parameters, or parameters on the meta device. Give them values "
                 "first, or use dp_compile.replicate(), which can wait for the first forward."
             )
@@ -152,7 +152,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_copy and torch.is_grad_enabled():
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 "a copy, or a loaded pickle, of a DistributedDataParallel reduces no gradients. Wrap its .module to "
                 "train it, or call it under torch.no_grad()."
             )

@@ -56,7 +56,7 @@ def join(
         throw_on_early_termination: `True`: all ranks raise in the step in which the first one has no inputs left.
 
     Raises:
-        ModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated.
         ConfigError: parts of the module were replicated by themselves, or a backward reaches another module.
         RuntimeError: with `throw_on_early_termination`, on every rank.
     """

@@ -27,7 +27,7 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica, Switches
-from dp_compile.errors import ConfigError, ModuleError, require
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replication import gradient_averaging
 
 
@@ -69,7 +69,7 @@ class ReplicatedModule:
             factor: a finite number above zero.
 
         Raises:
-            ModuleError: the module is not replicated, has not started yet, or has a comm hook.
+            UnsupportedModuleError: the module is not replicated, has not started yet, or has a comm hook.
             ConfigError: not such a number.
             DesyncError: another rank gives another factor, or none.
         """
@@ -91,7 +91,7 @@ class ReplicatedModule:
                 `torch.distributed.algorithms.ddp_comm_hooks`; or a `FunctionalHook`.
 
         Raises:
-            ModuleError: the module is not replicated, has a hook already, or has run a backward already.
+            UnsupportedModuleError: the module is not replicated, has a hook already, or has run a backward already.
             ConfigError: the hook is not a function of (state, bucket) or not offered for the group's backend; options
                 say how gradients are averaged already; or there are two levels of network, and the hook is not known.
             DesyncError: another rank registers another hook, or none.
@@ -129,7 +129,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         casts: its forward computes in another dtype (`engine/precision.py`), also where `forward` itself is called.
 
     Raises:
-        ModuleError: the class does not allow subclasses, or its objects cannot change their class.
+        UnsupportedModuleError: the class does not allow subclasses, or its objects cannot change their class.
     """
     kind = original_class(module)
     named_as_ours = tuple(
@@ -155,7 +155,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         give_class(module, made)
         give_class(module, now)
     except Exception as error:
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{kind.__name__} cannot be given to replicate(), which changes the class of a module to a subclass: "
             f"{error}. Use dp_compile.DistributedDataParallel(module), which leaves the class alone."
         ) from error
@@ -258,7 +258,7 @@ def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: nn.Module) ->
     """Refuse torch's DDP around a replicated module. Its constructor calls nothing of ours, but its forward does."""
     ours = {id(parameter) for parameter in replica.parameters}
     if any(id(parameter) in ours for parameter in distributed.parameters_of_ddp(around)):
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{class_name(module)} is wrapped by torch's DistributedDataParallel and replicated by dp_compile. "
             "Use one. Leave it out, or put dp_compile.DistributedDataParallel in its place, without replicate()."
         )
@@ -360,19 +360,21 @@ def find_state(module: nn.Module) -> Replica | Pending | None:
 
 
 def state_of(module: nn.Module) -> Replica | Pending:
-    """As `find_state`; a ModuleError if there is none."""
+    """As `find_state`; a UnsupportedModuleError if there is none."""
     state = find_state(module)
     if state is None:
-        raise ModuleError(f"{class_name(unwrap(module))} is not replicated. Call dp_compile.replicate(module) first.")
+        raise UnsupportedModuleError(
+            f"{class_name(unwrap(module))} is not replicated. Call dp_compile.replicate(module) first."
+        )
     return state
 
 
 def replica_of(module: nn.Module) -> Replica:
-    """The replica of a module; a ModuleError if it is not replicated, or waits for its first forward."""
+    """The replica of a module; a UnsupportedModuleError if it is not replicated, or waits for its first forward."""
     state = state_of(module)
     if isinstance(state, Pending):
         name = class_name(unwrap(module))
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{name} is not replicated yet: it has lazy or meta parameters. Replication starts with its first forward."
         )
     return state
@@ -402,7 +404,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     It reaches the parts that were replicated before, too.
 
     Raises:
-        ModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated.
     """
     before = {each: state_of(each).state.sync for each in (module, *parts_of(inner_module(module)))}
     for each in before:

@@ -37,7 +37,7 @@ from dp_compile.engine.plan_sync import Statement, check_consistent_in_call, des
 from dp_compile.engine.precision import install_precision, make_precision
 from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
-from dp_compile.errors import ConfigError, ModuleError, require
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import (
     ForwardCheck,
@@ -138,9 +138,9 @@ def replicate(
 
     Raises:
         ConfigError: an option has a value that is not allowed, or no process group is initialised.
-        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse gradients
-            with what they cannot be combined with, a buffer that cannot be copied, a class that cannot be swapped,
-            already managed by this package, torch's DDP or FSDP.
+        UnsupportedModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse
+            gradients with what they cannot be combined with, a buffer that cannot be copied, a class that cannot be
+            swapped, already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     given: dict[str, Any] = {
@@ -201,13 +201,13 @@ def replicate_module(
         keeps_class: the module's class stays; a wrapper has the methods, whose `.module` keeps its class, as in torch.
 
     Raises:
-        ConfigError, ModuleError, DesyncError: as in `replicate`.
+        ConfigError, UnsupportedModuleError, DesyncError: as in `replicate`.
     """
     group, inner = resolve_group(process_group, device_mesh), unwrap(module)
     with propagate_errors(group, CALL):
         options = merge_options(config, given)
         if not isinstance(inner, nn.Module):
-            raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
+            raise UnsupportedModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
     if not options.uses_python_hook():
         distributed.replicate_by_torch(
             inner,
@@ -221,7 +221,7 @@ def replicate_module(
     with propagate_errors(group, CALL):
         if state := find_state(inner):
             waits = ", it starts with its first forward" * isinstance(state, Pending)
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 f"{class_name(inner)} is replicated already{waits}. Call dp_compile.unreplicate() on it, or on its "
                 "DistributedDataParallel, to give other options."
             )
@@ -250,7 +250,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
     Parts that were replicated before stay replicated: call it on each.
 
     Raises:
-        ModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated.
     """
     state, inner = state_of(module), inner_module(module)
     if isinstance(state, Replica):

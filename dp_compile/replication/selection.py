@@ -21,7 +21,7 @@ from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
 from dp_compile.engine.parameter_refs import Outline, ParameterRef
-from dp_compile.errors import ConfigError, ModuleError, require
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # loading it loads all of FSDP
@@ -177,7 +177,7 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
             names.setdefault(tensor, []).append((owner in inside, name))
     tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
     if tied:
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{'; '.join(' = '.join(name for _, name in each) for each in tied)}: a tied parameter is used inside and "
             "outside a part that is replicated already, but it is reduced only once. Replicate these modules in one "
             "call."
@@ -192,7 +192,7 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
         }
         for manager in (manager for manager, manages in managers.items() if manages):
             place = f"submodule {fully_qualified(name)}" if name else class_name(module)
-            raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
+            raise UnsupportedModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
 
 
 def check_selection(
@@ -206,7 +206,7 @@ def check_selection(
         needs_values: refuse the meta device and fake tensors too.
     """
     if not target.trainable:
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
             "parts that are replicated already and fully_shard); there is nothing to reduce."
         )
@@ -224,7 +224,7 @@ def check_selection(
         elif is_parameter or copies_buffers:
             problem = problem or _cannot_be_copied(tensor)
         if problem:
-            raise ModuleError(f"{name} {problem}.")
+            raise UnsupportedModuleError(f"{name} {problem}.")
 
 
 def _lacks_values(tensor: torch.Tensor) -> str:

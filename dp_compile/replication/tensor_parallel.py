@@ -12,7 +12,7 @@ from torch import nn
 from dp_compile._torch import dtensors
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import fully_qualified
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, UnsupportedModuleError
 from dp_compile.replication.selection import Selection
 
 
@@ -30,12 +30,12 @@ def check_dtensors(target: Selection, group: Group) -> None:
                 "over the mesh dimension that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
             )
         if name in target.trainable and dtensors.is_partial(tensor):
-            raise ModuleError(
+            raise UnsupportedModuleError(
                 f"{name} is a DTensor with a Partial placement: no rank has its value. Call redistribute() on it with "
                 "Replicate() or Shard(dim) before it becomes a parameter."
             )
         if name in target.trainable and tensor.is_complex():
-            raise ModuleError(f"{name} is a complex DTensor; real ones are supported.")
+            raise UnsupportedModuleError(f"{name} is a complex DTensor; real ones are supported.")
 
 
 def refuse_dtensors(module: nn.Module, what: str) -> None:

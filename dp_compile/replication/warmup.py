@@ -73,7 +73,7 @@ def warmup(
         gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
 
     Raises:
-        ModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated.
         ConfigError: no batch was given, or `loss` changed a parameter.
         DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
     """

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dp_compile._torch import autograd, compiler, inductor
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.dumps import CAPTURED, TO_INDUCTOR, recorders
-from dp_compile.errors import ConfigError, ModuleError, require, require_integer
+from dp_compile.errors import ConfigError, UnsupportedModuleError, require, require_integer
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import last_name, type_text
@@ -117,7 +117,7 @@ def backward_of(
         on: `cpu`, or `meta` for models that are too large to be computed here: nothing is computed or allocated.
 
     Raises:
-        ConfigError, ModuleError: a value is not allowed, a process group is up, or no backward was captured.
+        ConfigError, UnsupportedModuleError: a value is not allowed, a process group is up, or no backward was captured.
     """
     require_integer("ranks", ranks, 2)
     require(on != "meta" or backend == "aot_eager", "backend on 'meta'", "'aot_eager': it generates no code", backend)
@@ -173,10 +173,10 @@ def _seen(
     end = compiler.captures(), compiler.compiled_graphs()
     found = report(model)
     if not found.captures:
-        raise ModuleError(f"the backward was not captured but ran as {', '.join(found.backwards)}. {_HINT}")
+        raise UnsupportedModuleError(f"the backward was not captured but ran as {', '.join(found.backwards)}. {_HINT}")
     unused = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
     if unused and not config.may_be_unused:  # found by flags, which have no values on the meta device
-        raise ModuleError(
+        raise UnsupportedModuleError(
             f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Allow it: find_unused_parameters."
         )
     record = found.captures[-1]

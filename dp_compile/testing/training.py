@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dp_compile.config import ReplicateConfig
-from dp_compile.errors import ModuleError, require
+from dp_compile.errors import UnsupportedModuleError, require
 from dp_compile.replication.selection import BucketPolicy
 
 
@@ -59,4 +59,4 @@ class Training:
         if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
             return loss
         got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ModuleError(f"loss_fn must return a scalar that requires a gradient, got {got}.")
+        raise UnsupportedModuleError(f"loss_fn must return a scalar that requires a gradient, got {got}.")

@@ -105,7 +105,7 @@ def test_a_state_is_saved_and_goes_on_in_other_buckets() -> None:
     again.register_comm_hook(copied, Rounded())
     train_beside(again, compile_whole(again), theirs, range(2, 4), NEVER)
     assert len(dp_compile.report(again).plan.buckets) == 2  # one, and the flags
-    with pytest.raises(dp_compile.ModuleError, match=r"load it before register_comm_hook\(\)"):
+    with pytest.raises(dp_compile.UnsupportedModuleError, match=r"load it before register_comm_hook\(\)"):
         copied.load_state_dict(copied.state_dict())
     dp_compile.unreplicate(again)
 
@@ -176,7 +176,7 @@ class TestAlone:
             with pytest.raises(dp_compile.ConfigError, match=text):
                 attempt()
         register(model, state)  # nothing has happened yet
-        with pytest.raises(dp_compile.ModuleError, match="belongs to a replicated module already"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match="belongs to a replicated module already"):
             register(dp_compile.replicate(mlp(), config=AOT), state)
 
     @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_unreplicate_takes_everything_off() -> None:
     assert dp_compile.unreplicate(twin.model) is twin.model
     assert not any(parameter._post_accumulate_grad_hooks for parameter in twin.model.parameters())
     assert not twin.model._forward_pre_hooks
-    with pytest.raises(dp_compile.ModuleError, match="not replicated"):
+    with pytest.raises(dp_compile.UnsupportedModuleError, match="not replicated"):
         dp_compile.report(twin.model)
     mlp()(batch()).sum().backward()
     assert not autograd.engine_is_watched()

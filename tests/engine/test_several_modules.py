@@ -242,7 +242,8 @@ class TestAlone:
         model.head.weight = model.embed.weight
         dp_compile.replicate(model.embed, config=AOT)
         with pytest.raises(
-            dp_compile.ModuleError, match=r"embed\.weight = head\.weight: a tied parameter is used inside and"
+            dp_compile.UnsupportedModuleError,
+            match=r"embed\.weight = head\.weight: a tied parameter is used inside and",
         ):
             dp_compile.replicate(model, config=AOT)
         assert type(model) is Net
@@ -250,11 +251,15 @@ class TestAlone:
 
     def test_a_part_after_the_whole_and_nothing_left(self) -> None:
         model = dp_compile.replicate(Net(), config=AOT)
-        with pytest.raises(dp_compile.ModuleError, match=r"weight is replicated already.* before the module around it"):
+        with pytest.raises(
+            dp_compile.UnsupportedModuleError, match=r"weight is replicated already.* before the module around it"
+        ):
             dp_compile.replicate(model.embed, config=AOT)
-        with pytest.raises(dp_compile.ModuleError, match=r"no parameter that requires a gradient .*replicated already"):
+        with pytest.raises(
+            dp_compile.UnsupportedModuleError, match=r"no parameter that requires a gradient .*replicated already"
+        ):
             dp_compile.replicate(nn.Sequential(model), config=AOT)
-        with pytest.raises(dp_compile.ModuleError, match="a part of the module is replicated already"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match="a part of the module is replicated already"):
             decentralize(nn.Sequential(model), topology="ring", optimizer=torch.optim.SGD)
         dp_compile.unreplicate(model)
 

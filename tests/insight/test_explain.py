@@ -175,7 +175,7 @@ def test_explains_a_module() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    with pytest.raises(dp_compile.ModuleError, match="nothing to explain yet"):
+    with pytest.raises(dp_compile.UnsupportedModuleError, match="nothing to explain yet"):
         dp_compile.explain(model)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):

@@ -52,7 +52,7 @@ def test_without_hooks_torch_reduces(by_wrapper: bool) -> None:
             model(x).square().mean().backward()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad)
-    with pytest.raises(dp_compile.ModuleError, match="not replicated"):
+    with pytest.raises(dp_compile.UnsupportedModuleError, match="not replicated"):
         dp_compile.report(ours)
 
 
@@ -120,7 +120,9 @@ class TestInTorchsPlace:
     def test_again_once_the_wrapper_is_gone(self) -> None:
         model = build()
         DistributedDataParallel(model)
-        with pytest.raises(dp_compile.ModuleError, match=r"replicated already. Call dp_compile.unreplicate\(\)"):
+        with pytest.raises(
+            dp_compile.UnsupportedModuleError, match=r"replicated already. Call dp_compile.unreplicate\(\)"
+        ):
             DistributedDataParallel(model)
         second = DistributedDataParallel(dp_compile.unreplicate(model), bucket_cap_mb=2)
         assert replica_of(second).config.bucket_cap_mb == 2
@@ -150,7 +152,7 @@ def test_copies_evaluate_and_do_not_train(how: str) -> None:
     with torch.no_grad():
         assert torch.equal(twin.eval()(torch.ones(2, 4)), ours.eval()(torch.ones(2, 4)))
     for call in (twin, torch.compile(twin, backend="aot_eager")):
-        with pytest.raises(dp_compile.ModuleError, match="reduces no gradients"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match="reduces no gradients"):
             call(torch.ones(2, 4))
     DistributedDataParallel(twin.module)(torch.ones(2, 4)).sum().backward()
 
@@ -180,7 +182,7 @@ def test_torch_ddp_around_a_replicated_module() -> None:
     around, text = TorchDDP(model), "^Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_c"
     inside = TorchDDP(torch.compile(model, backend="aot_eager"))
     for call in (around, torch.compile(around, backend="aot_eager"), inside):
-        with pytest.raises(dp_compile.ModuleError, match=text):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match=text):
             call(torch.ones(2, 4)).sum().backward()
 
 
@@ -250,6 +252,8 @@ def test_a_buffer_that_cannot_be_copied() -> None:
         model = build()
         model.register_buffer("adjacency", sparse)
         for wrap in (dp_compile.replicate, DistributedDataParallel):
-            with pytest.raises(dp_compile.ModuleError, match=r"adjacency is torch.sparse.*broadcast_buffers=False"):
+            with pytest.raises(
+                dp_compile.UnsupportedModuleError, match=r"adjacency is torch.sparse.*broadcast_buffers=False"
+            ):
                 wrap(model)
         DistributedDataParallel(model, broadcast_buffers=False)

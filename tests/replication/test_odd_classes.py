@@ -122,6 +122,8 @@ def test_every_class_trains(kind: str) -> None:
         torch.testing.assert_close(found, gradients(alone, alone))
     if kind == "metaclass":
         module = OfRefusing()
-        with pytest.raises(dp_compile.ModuleError, match=r"Use dp_compile.DistributedDataParallel\(module\)"):
+        with pytest.raises(
+            dp_compile.UnsupportedModuleError, match=r"Use dp_compile.DistributedDataParallel\(module\)"
+        ):
             dp_compile.replicate(module)
         dp_compile.DistributedDataParallel(module)  # nothing of the attempt is left

@@ -72,7 +72,7 @@ class TestLocal:
         model.body[0].double()
         dp_compile.unreplicate(model)
         model.body.requires_grad_(False).to("meta")
-        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match=r"body\.0\.weight is on the meta device"):
             dp_compile.replicate(model)(torch.ones(1, 4))
 
     def test_bad_input(self) -> None:
@@ -92,7 +92,7 @@ class TestLocal:
             (undecided, {}, r"head\.bias .* grad_dtype is None"),
         ]
         for module, options, message in refused:
-            with pytest.raises((dp_compile.ConfigError, dp_compile.ModuleError), match=message):
+            with pytest.raises((dp_compile.ConfigError, dp_compile.UnsupportedModuleError), match=message):
                 dp_compile.replicate(module, **options)
 
     def test_what_the_module_itself_names_is_left_alone(self) -> None:
@@ -115,16 +115,18 @@ class TestLocal:
         assert gone() is None
         assert not inner._forward_pre_hooks
         for module in (inner, wrapped):
-            with pytest.raises(dp_compile.ModuleError, match="is not replicated"):
+            with pytest.raises(dp_compile.UnsupportedModuleError, match="is not replicated"):
                 module.no_sync().__enter__() if module is wrapped else dp_compile.no_sync(module).__enter__()
         assert wrapped(torch.ones(1, 4)).shape == (1, 2)
         dp_compile.replicate(inner)
 
     def test_replicate_twice(self) -> None:
         model = dp_compile.replicate(Net())
-        with pytest.raises(dp_compile.ModuleError, match=r"Net is replicated already\. Call dp_compile\.unreplicate"):
+        with pytest.raises(
+            dp_compile.UnsupportedModuleError, match=r"Net is replicated already\. Call dp_compile\.unreplicate"
+        ):
             dp_compile.replicate(model)
-        with pytest.raises(dp_compile.ModuleError, match="weight is replicated already"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match="weight is replicated already"):
             dp_compile.replicate(model.head)
         parts = Net()
         dp_compile.replicate(parts.head, bucket_cap_mb=2)
@@ -137,15 +139,15 @@ class TestLocal:
         fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
         dp_compile.replicate(model)
         assert replica_of(model).names == ("body.0.weight", "body.0.bias")
-        with pytest.raises(dp_compile.ModuleError, match="Linear is managed by fully_shard already"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match="Linear is managed by fully_shard already"):
             dp_compile.replicate(model.head)
-        with pytest.raises(dp_compile.ModuleError, match=r"has no parameter .* and fully_shard"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match=r"has no parameter .* and fully_shard"):
             dp_compile.replicate(nn.Sequential(model.head))
 
     def test_managed_by_torch_replicate(self) -> None:
         model = Net()
         torch_replicate(model.head)
-        with pytest.raises(dp_compile.ModuleError, match="submodule head is managed by torch's replicate"):
+        with pytest.raises(dp_compile.UnsupportedModuleError, match="submodule head is managed by torch's replicate"):
             dp_compile.replicate(model)
         dp_compile.replicate(model, ignored_modules=[model.head])
 
@@ -220,7 +222,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "environment": ({}, "DP_COMPILE_DDP_PYTHON_HOOK is false there, true on rank 0"),
 }
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
-    "frozen": ({}, "ModuleError: Net has no parameter that requires a gradient"),
+    "frozen": ({}, "UnsupportedModuleError: Net has no parameter that requires a gradient"),
     "bug": ({"bucket_policy": fails}, "ZeroDivisionError: a bug"),
 }
 
@@ -263,7 +265,7 @@ def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
     first, second, *_ = ranks.run(disagree, FAILURES)
     for how, (_, error) in FAILURES.items():
         assert second[how][0].startswith(error)
-        assert f"rank 1 failed: {error.removeprefix('ModuleError: ')}" in first[how][0]
+        assert f"rank 1 failed: {error.removeprefix('UnsupportedModuleError: ')}" in first[how][0]
 
 
 @pytest.mark.parametrize("call", ["replicate", "calibrate"])
