@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,9 +20,8 @@ from dp_compile.insight.step import (
 )
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
-from dp_compile.plan.words import count, format_bytes
+from dp_compile.plan.words import WIDTH, count, format_bytes, in_columns
 
-WIDTH: Final = 80
 MOST_ROWS: Final = 16
 MOST_ADVICE: Final = 3
 SHORTEST_S: Final = 1e-9
@@ -86,13 +84,13 @@ class Explanation:
 
     def text(self, *, verbose: bool = False) -> str:
         """`verbose`: all buckets, with their members."""
-        lines = [_verdict(self), *(line for text in _facts(self) for line in _wrapped(text, 2)), ""]
+        lines = [_verdict(self), *(f"  {text}" for text in _facts(self)), ""]
         lines += [*_table(self, None if verbose else MOST_ROWS), ""]
         if verbose:
             for each in self.buckets:
-                lines += _wrapped(f"bucket {each.number}: {', '.join(each.members)}", 2)
+                lines.append(f"  bucket {each.number}: {', '.join(each.members)}")
             lines.append("")
-        return "\n".join([*lines, *_advice(self)])
+        return in_columns("\n".join([*lines, *_advice(self)]))
 
 
 def explanation_of(step: Step) -> Explanation:
@@ -198,12 +196,6 @@ def _time(step: Step, seconds: float) -> str:
     if step.is_timed:
         return format_ms(seconds)
     return f"{100 * seconds / step.backward_s:.1f}%" if step.backward_s else "0%"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    wrapper = textwrap.TextWrapper(WIDTH, " " * indent, " " * (indent + 2))
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.wrap(text)
 
 
 def _verdict(this: Explanation) -> str:
@@ -316,4 +308,4 @@ def _advice(this: Explanation) -> Iterator[str]:
     for each in this.advice:
         most = "up to " if each.at_most else ""
         gain = f"{most}{each.share:.1%}" + (f", {format_ms(each.gain_s)}" if this.step.is_timed else "")
-        yield from _wrapped(f"{gain}: {each.change}", 2)
+        yield f"  {gain}: {each.change}"

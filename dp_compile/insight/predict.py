@@ -17,7 +17,7 @@ from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_t
 from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.planner import plan_fixed, plan_optimal
 from dp_compile.plan.reduction import stages_of
-from dp_compile.plan.words import count
+from dp_compile.plan.words import count, in_columns
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LINK_INSIDE: Final = "nvlink4"
@@ -47,7 +47,7 @@ class Prediction(NamedTuple):
     step: Step
 
     def __str__(self) -> str:
-        return (
+        return in_columns(
             f"{count(self.ranks, 'rank')}, {count(self.buckets, 'bucket')}: end {format_ms(self.end_s)} "
             f"(at best {format_ms(self.bound_s)}), exposed {format_ms(self.exposed_s)}, "
             f"backward {format_ms(self.backward_s)}\n  {self.basis}"

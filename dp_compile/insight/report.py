@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.words import count
+from dp_compile.plan.words import count, in_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +42,4 @@ class Report:
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record}")
         lines += [self.memory] if self.memory else []
-        return "\n".join(lines)
+        return in_columns("\n".join(lines))

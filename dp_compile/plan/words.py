@@ -1,11 +1,13 @@
-"""Numbers in words: counts, sizes and ranks as people read them."""
+"""Numbers in words: counts, sizes and ranks as people read them; and text in 80 columns."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Final
 
 BYTES_PER_MB: Final = 2**20
+WIDTH: Final = 80
 
 
 def count(number: int, noun: str) -> str:
@@ -26,3 +28,14 @@ def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
     """`rank 1`, or `ranks 0, 2 and 12 more`."""
     named = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
     return f"rank{'s' * (len(ranks) > 1)} {named}"
+
+
+def in_columns(text: str) -> str:
+    """Text whose lines are at most `WIDTH` long: one that is longer goes on, indented by two more."""
+
+    def wrapped(line: str) -> str:
+        wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2))
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+        return wrapper.fill(line)
+
+    return "\n".join(map(wrapped, text.splitlines()))

@@ -59,7 +59,7 @@ def run_shown(code: str, batches: int = 3) -> dict[str, Any]:
     here = names["optimizer"].state if whole else {}
     return {
         "printed": printed.getvalue(),
-        "report": str(dp_compile.report(names["model"])),
+        "report": " ".join(str(dp_compile.report(names["model"])).split()),
         "parameters": nn.utils.parameters_to_vector(names["model"].parameters()).tolist(),
         "saved": [each.tolist() for each in saved.values()],
         "steps": getattr(names.get("averager"), "step", None),

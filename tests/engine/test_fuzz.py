@@ -191,7 +191,8 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
         steps=draw(loops),
         ways=ways,
         compiled=compiled,
-        dynamic=draw(st.sampled_from([None] * 5 + [True, False])),
+        # Dynamo 2.13 does not trace a checkpoint that is called twice with symbolic sizes, without this package too.
+        dynamic=draw(st.sampled_from([None] * 5 + [True, False] * ("checkpointed" not in kinds))),
         buckets=buckets,
         wrapper=wrapper,
         find_unused=find_unused,

@@ -64,7 +64,7 @@ def seen(fake_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory
             train(run, optimizer, 2)
         with dp_compile.measure(model) as measurement:
             train(run, optimizer, 3)
-        step, report, explanation = step_of(model), str(dp_compile.report(model)), dp_compile.explain(model)
+        step, report, explanation = step_of(model), dp_compile.report(model).updates, dp_compile.explain(model)
         assert step.measured is not None
         text = " ".join(str(explanation).split())
         found[way] = Seen(step, step.measured, measurement, report, explanation, text)

@@ -114,7 +114,7 @@ def train(build: Callable[[], nn.Module], name: str, config: dp_compile.Replicat
         for number in range(6):
             go(both, number)
             counts.add(left())
-            assert f"left {left()} {what}" in str(dp_compile.report(both.ours))
+            assert f"left {left()} {what}" in dp_compile.report(both.ours).updates
             for scheduler in schedulers:
                 scheduler.step()  # the update that is in flight is one of the rate before
         compare(both, exact=config.backend != "inductor")  # other buckets, other kernels, other rounding
