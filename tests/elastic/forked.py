@@ -5,6 +5,7 @@ It has done so alone in its group, as a process that joins does.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +30,8 @@ from dp_compile.elastic import __main__ as launcher
 
 HANGS_AFTER_S = int(os.environ.get("DP_COMPILE_ELASTIC_HANGS_AFTER_S", "150"))
 """Then a process says where it is."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 class Forked:
@@ -108,8 +112,24 @@ def _launch(variant: str, number: int, arguments: list[str], output: str, timeou
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(124))
     signal.alarm(timeout_s)
-    with mock.patch.object(launcher, "subprocess", mock.Mock(Popen=Forked.of_command)):
+    with mock.patch.multiple(launcher, subprocess=mock.Mock(Popen=Forked.of_command), TCPStore=_served_elsewhere):
         return launcher.main(arguments)
+
+
+def _served_elsewhere(address: str, _: int, *, timeout: timedelta, **options: Any) -> dist.TCPStore:
+    """A store whose server is a process that ends with this one.
+
+    A server is a thread here. A copy made while it holds a lock of torch's waits for that lock for good: 1 sequence in
+    45 did, where a process opens its store.
+    """
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        store = dist.TCPStore(address, 0, timeout=timeout, **options)
+        os.write(writing, str(store.port).encode())
+        while True:
+            signal.pause()
+    return dist.TCPStore(address, int(os.read(reading, 16)), is_master=False, timeout=timeout)
 
 
 def _run(command: list[str], env: dict[str, str]) -> int:
