@@ -428,6 +428,15 @@ def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], 
         left_out: is filled with these parameters, and their hooks while they are off.
     """
 
+    handles = []
+
+    def given(node: Any, gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        for (following, _), gradient in zip(node.next_functions, gradients, strict=True):
+            leaf = autograd.leaf_behind(following) if gradient is None else None
+            place = None if leaf is None else owners.find(leaf)
+            if place is not None and place[0] in state.replicas:
+                handles.append(following.register_prehook(partial(look, place)))
+
     def look(place: tuple[Replica, int], gradients: tuple[torch.Tensor | None, ...]) -> None:
         hooks = autograd.hooks_behind(place[0].parameters[place[1]])
         if gradients[0] is None:
@@ -436,13 +445,8 @@ def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], 
         else:  # a backward inside this one had nothing for it
             hooks.update(left_out.pop(place, {}))
 
-    compiled = filter(autograd.is_aot_backward, _nodes(state.outputs)) if state.is_compiled else ()
-    handles = []
-    for node in {following for each in compiled for following, _ in each.next_functions}:
-        leaf = autograd.leaf_behind(node)
-        place = None if leaf is None else owners.find(leaf)
-        if place is not None and place[0] in state.replicas:
-            handles.append(node.register_prehook(partial(look, place)))
+    for node in filter(autograd.is_aot_backward, _nodes(state.outputs)) if state.is_compiled else ():
+        handles.append(node.register_hook(partial(given, node)))  # at its end: most leave nothing out
     try:
         yield
     finally:
