@@ -193,7 +193,7 @@ def main(last: str, steps: int, directory: str, variant: str, *faults: str) -> N
             generation, since = training.generation, training.steps
             if training.rank == 0:
                 job.save(directory, generation, since)
-        is_last = training._registry.members.processes == tuple(last.split(","))
+        is_last = {*training._registry.members.processes} == {*last.split(",")}
         if is_last and training.steps >= since + steps:
             break
         start_s = time.monotonic()
