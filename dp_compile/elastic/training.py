@@ -227,7 +227,8 @@ class Training:
             self._has_left = True
             self._registry.leave()
             return False
-        logger.warning("step %d is lost: %s", self.steps + 1, str(error).splitlines()[0])
+        # What this package adds names a rank that is late, by the monitor, which is off here.
+        logger.warning("step %d is lost: %s", self.steps + 1, str(error.__cause__ or error).splitlines()[0])
         now = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
         with torch.no_grad():
             for buffer, before in self._buffers:
