@@ -33,8 +33,9 @@ from dp_compile.optim import in_backward
 from dp_compile.replication.module import replica_of
 
 TIMEOUT_S = 2.0
-PAUSE_S = 8.0
-"""After it the others have left out a process that was suspended."""
+PAUSE_S = 16.0
+"""After it the others have left out a process that was suspended, also where it was the first to come to a meeting: a
+collective of 2 s, 5 s for its decision, 3 s for itself in the next meeting."""
 VARIANTS = ("", "mixed", "in_backward")
 PLACES = ("forward", "backward", "optimizer", "between")
 
