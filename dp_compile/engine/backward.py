@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ import torch
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, local_tensor
 from dp_compile.engine import updates
+from dp_compile.engine.compiled_outputs import CorrectedOutputs
 from dp_compile.engine.flags import stepped_message
 from dp_compile.engine.guards import check_finite, check_module, check_parameters, refuse_unreduced
 from dp_compile.engine.hooks import (
@@ -396,14 +396,15 @@ def _run_eagerly(state: BackwardState, obstacle: str, call: _Call) -> tuple[torc
     for replica in state.replicas:
         check_module(replica)
     _say_not_captured(state.replicas, obstacle)
-    left_out: dict[tuple[Replica, int], dict[int, Any]] = {}
+    nodes = filter(autograd.is_aot_backward, _nodes(state.outputs)) if state.is_compiled else ()
+    corrected = CorrectedOutputs(nodes, state.replicas)
 
     def run() -> tuple[torch.Tensor, ...]:
-        with _unused_hooks_off(state, left_out):
+        with corrected:
             return call.run()
 
     def reached(replica: Replica) -> set[int]:
-        return _reached(call.tensors, replica) - {index for of, index in left_out if of is replica}
+        return _reached(call.tensors, replica) - {index for of, index in corrected.left_out if of is replica}
 
     return reduce_eagerly(state.replicas, run, create_graph=call.create_graph, reached=reached)
 
@@ -413,47 +414,6 @@ def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
         replica.history.backwards["eager hooks" if replica.state.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.reduces]
     warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
-
-
-@contextlib.contextmanager
-def _unused_hooks_off(state: BackwardState, left_out: dict[tuple[Replica, int], dict[int, Any]]) -> Iterator[None]:
-    """Inside, no hook is called of parameters that compiled code is given and does not use, the user's neither.
-
-    A policy of mixed precision casts every parameter where a forward starts. The code of a batch that goes past some of
-    them has their casts, and no gradient. The engine hands that on, and torch calls hooks after it (2.13). In a
-    captured backward, and with torch's DDP, such parameters are unused.
-
-    Args:
-        state: the backward.
-        left_out: is filled with these parameters, and their hooks while they are off.
-    """
-
-    handles = []
-
-    def given(node: Any, gradients: Sequence[torch.Tensor | None], _: object) -> None:
-        for (following, _), gradient in zip(node.next_functions, gradients, strict=True):
-            leaf = autograd.leaf_behind(following) if gradient is None else None
-            place = None if leaf is None else owners.find(leaf)
-            if place is not None and place[0] in state.replicas:
-                handles.append(following.register_prehook(partial(look, place)))
-
-    def look(place: tuple[Replica, int], gradients: tuple[torch.Tensor | None, ...]) -> None:
-        hooks = autograd.hooks_behind(place[0].parameters[place[1]])
-        if gradients[0] is None:
-            left_out.setdefault(place, {}).update(hooks)
-            hooks.clear()
-        else:  # a backward inside this one had nothing for it
-            hooks.update(left_out.pop(place, {}))
-
-    for node in filter(autograd.is_aot_backward, _nodes(state.outputs)) if state.is_compiled else ():
-        handles.append(node.register_hook(partial(given, node)))  # at its end: most leave nothing out
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for (replica, index), hooks in left_out.items():
-            autograd.hooks_behind(replica.parameters[index]).update(hooks)
 
 
 def _complete(replica: Replica, outputs: Sequence[Any]) -> None:

@@ -78,11 +78,14 @@ class UnsyncedGradients:
     replica: Replica
 
     def mark_ready(self, index: int) -> None:
-        self.replica.state.step_guard.used.add(index)
         parameter = self.replica.parameters[index]
-        if parameter.grad is not None and compiler.replays_cuda_graphs(parameter.device):
+        grad = parameter.grad
+        if grad is None:  # of a backward inside another one, which had nothing for it
+            return
+        self.replica.state.step_guard.used.add(index)
+        if autograd.version_of(grad) == 0 and compiler.replays_cuda_graphs(parameter.device):
             # Autograd keeps what compiled code returned, and the next replay overwrites it (pytorch#169545).
-            parameter.grad = parameter.grad.clone()
+            parameter.grad = grad.clone()
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,3 +97,29 @@ def test_gradients_that_are_clipped(fake_group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(one.grad, other.grad)
     assert dict(dp_compile.report(replicated).backwards) == {"captured": 1}
     dp_compile.unreplicate(replicated)
+
+
+class Viewed(nn.Module):
+    """The gradient of one weight is a view of the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.square, self.flat = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(36))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ (self.square + self.flat.view(6, 6)))
+
+
+def test_gradients_that_are_added_to(fake_group: dist.ProcessGroup) -> None:
+    """`torch.compile` alone is wrong here."""
+    torch._dynamo.reset()
+    model, plain = Viewed(), Viewed()
+    run = torch.compile(dp_compile.replicate(model))
+    for number in range(2):
+        with dp_compile.no_sync(model):
+            loss_of(run, number).backward()
+        loss_of(plain, number).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    dp_compile.unreplicate(model)

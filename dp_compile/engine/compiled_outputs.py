@@ -1,0 +1,70 @@
+"""What AOTAutograd's code returns where autograd runs it, put right as a captured backward has it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from dp_compile._torch import autograd
+from dp_compile.engine.owners import owners
+from dp_compile.engine.replica import Replica
+
+
+class CorrectedOutputs:
+    """Inside, two faults of torch 2.13 do no harm, which it has under `torch.compile` alone and with DDP too.
+
+    **Hooks of unused parameters.** A policy of mixed precision casts every parameter where a forward starts. The code
+    of a batch that goes past some of them has their casts, and no gradient: the engine hands that on, and hooks are
+    called after it. Here none is called, the user's neither: such parameters are unused.
+
+    **Gradients that share memory.** Inductor removes the copies that autograd made (`remove_noop_ops`). What is added
+    to one such gradient, or clips it, changes the other too. Here each has memory of its own.
+
+    Args:
+        nodes: backwards of compiled code in the graph.
+        replicas: whose parameters are looked at.
+    """
+
+    def __init__(self, nodes: Iterable[Any], replicas: Collection[Replica]) -> None:
+        self._nodes, self._replicas = nodes, replicas
+        self._handles: list[Any] = []
+        self.left_out: dict[tuple[Replica, int], dict[int, Any]] = {}
+        """Unused parameters, and their hooks while these are off."""
+
+    def __enter__(self) -> None:
+        self._handles += [node.register_hook(partial(self._returned, node)) for node in self._nodes]
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for (replica, index), hooks in self.left_out.items():
+            autograd.hooks_behind(replica.parameters[index]).update(hooks)
+
+    def _returned(
+        self, node: Any, gradients: Sequence[torch.Tensor | None], _: object
+    ) -> tuple[torch.Tensor | None, ...]:
+        given, memories = list(gradients), set[int]()
+        for position, (gradient, (following, _)) in enumerate(zip(gradients, node.next_functions, strict=True)):
+            if gradient is None:
+                leaf = autograd.leaf_behind(following)
+                place = None if leaf is None else owners.find(leaf)
+                if place is not None and place[0] in self._replicas:
+                    self._handles.append(following.register_prehook(partial(self._reached, place)))
+            elif type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.numel():
+                memory = gradient.untyped_storage().data_ptr()
+                if memory in memories:
+                    given[position] = gradient.clone()
+                memories.add(memory)
+        return tuple(given)
+
+    def _reached(self, place: tuple[Replica, int], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Before a parameter's gradient is accumulated: with what all of the graph has for it."""
+        hooks = autograd.hooks_behind(place[0].parameters[place[1]])
+        if gradients[0] is None:
+            self.left_out.setdefault(place, {}).update(hooks)
+            hooks.clear()
+        else:  # a backward inside this one had nothing for it
+            hooks.update(self.left_out.pop(place, {}))
