@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -307,6 +308,11 @@ def composable_apis(module: nn.Module) -> tuple[str, ...]:
     return () if contract is None else tuple(contract._get_registry(module) or ())
 
 
+def is_reduced_by_torch(module: nn.Module) -> bool:
+    """Whether torch's own DDP reduces the module's gradients, by its wrapper or by torch's composable `replicate`."""
+    return isinstance(module, TorchDDP) or "replicate" in composable_apis(module)
+
+
 def is_hook_of_fully_shard(hook: object) -> bool:
     """Whether an autograd hook belongs to a module that `fully_shard` manages."""
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
@@ -327,6 +333,20 @@ def register_comm_hook(ddp: TorchDDP, hook: Callable[..., Any]) -> None:
 def wrapped_by_torch(module: nn.Module, **options: Any) -> nn.Module:
     """The module in torch's own `DistributedDataParallel`, also where ours has taken its public name."""
     return TorchDDP(module, **{name: value for name, value in options.items() if value is not None})
+
+
+@contextlib.contextmanager
+def no_sync_of_torch(module: Any) -> Iterator[None]:
+    """Accumulate gradients of a module that torch's own DDP reduces."""
+    if isinstance(module, TorchDDP):
+        with module.no_sync():
+            yield
+        return
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
 
 
 def replicate_by_torch(module: nn.Module, **options: Any) -> None:

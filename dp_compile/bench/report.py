@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from dp_compile.bench.results import MACHINE, Cell, ModeResult, Ratio, Results, ratios
+from dp_compile.bench.results import MACHINE, Cell, ModeResult, Ratio, Results, ratio, ratios
 from dp_compile.errors import require
 from dp_compile.plan.words import count, format_bytes
 
@@ -49,7 +49,7 @@ def _lines(results: Results) -> Iterator[str]:
     suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
     fastest = Counter(name for name in map(_fastest, cells) if name)
     found = ", ".join(f"`{name}` in {number} of {len(cells)}" for name, number in fastest.most_common())
-    yield from (f"# `{suite.name}`: fastest {found or 'none, nothing was measured'}", "")
+    yield from (f"# `{suite.name}`: fastest {found or 'none beyond noise'}", "")
     where = ", ".join(f"{key} {each}" for key, each in results.environment.items() if each)
     turns = f"{count(suite.repetitions, 'turn')} of {count(suite.steps_per_turn, 'step')}"
     yield from textwrap.wrap(
@@ -75,8 +75,11 @@ def _lines(results: Results) -> Iterator[str]:
 
 
 def _fastest(cell: Cell) -> str:
-    medians = {name: np.median(each.step_s) for name, each in cell.measured().items() if not each.is_bound}
-    return min(medians, key=lambda name: medians[name], default="")
+    """The mode with the shortest step, if the next one takes longer beyond noise."""
+    modes = {name: each.step_s for name, each in cell.measured().items() if not each.is_bound}
+    first, *others = sorted(modes, key=lambda name: np.median(modes[name])) or [""]
+    over = [ratio(modes[name], modes[first]) for name in others[:1]]
+    return first if all(each.value > math.exp(1.96 * each.log_error) for each in over) else ""
 
 
 def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
@@ -119,17 +122,19 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
     require(number > 0, "what both runs measured", f"the reference {reference!r} and another mode", "less")
     sure = NormalDist().inv_cdf(1 - FALSE_ALARMS / number)
     lines: list[str] = []
-    regressions = 0
+    regressions = unclear = 0
     for pair, found in zip(pairs, times, strict=True):
         rows = [_judged(*each, sure) for each in found] + list(_counts(*pair))
         rows.sort(key=lambda row: row[0] not in REGRESSIONS)
         regressions += sum(row[0] in REGRESSIONS for row in rows)
+        unclear += sum(row[0] == "unclear" for row in rows)
         lines += ["", f"{pair[0].workload}, {pair[0].network}"]
         head = "", "mode", "what", "before", "after", "change", "noise"
         lines += ["  ".join(row).rstrip() for row in _aligned([head, *rows])]
         for name, what, _, after, reason in found:
             lines += ["", *textwrap.wrap(f"{name}, {what}, is lost: {reason}", WIDTH)] if after is None else []
     text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} times over {reference}"
+    text += f", {unclear} of them unclear," if unclear else ""
     return "\n".join([f"{text} and in all counts", *lines]) + "\n", regressions
 
 

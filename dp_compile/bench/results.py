@@ -21,7 +21,7 @@ import torch
 from dp_compile.bench import suites
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suites import Suite
-from dp_compile.errors import ConfigError, require
+from dp_compile.errors import ConfigError
 
 VERSION: Final = 5
 MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")
@@ -114,13 +114,14 @@ def load(path: Path) -> Results:
     """
     try:
         data = json.loads(path.read_text())
-        require(data["version"] == VERSION, "version", str(VERSION), data["version"], " Run the benchmark again.")
+        if data["version"] != VERSION:
+            raise ValueError(data["version"])
         suite = suites.from_dict(data["suite"])
         return Results(suite, data["environment"], data["started"], tuple(map(_cell, data["cells"])))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not what `dp-compile bench run` writes: {error!r}") from error
+        raise ConfigError(f"{path} is not what `dp-compile bench run` writes. Run the benchmark again.") from error
 
 
 def _cell(data: dict[str, Any]) -> Cell:

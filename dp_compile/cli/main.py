@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it flushes at its end
         return 0
     except KeyboardInterrupt:
-        print("\ndp-compile: interrupted, all ranks stopped", file=sys.stderr, flush=True)
+        print("\ndp-compile: interrupted", file=sys.stderr, flush=True)
         if argv is None:  # as a command: the interpreter takes more than a second to take torch apart
             sys.stdout.flush()
             os._exit(130)

@@ -116,7 +116,8 @@ class Watched:
                     text = self.describe()
                     if isinstance(error, DesyncError):
                         raise type(error)(f"{error} {text}.") from error
-                    raise CommunicationError(f"{text.rstrip('.?')}. torch says: {error}") from error
+                    text += "" if text.endswith((".", "?")) else "."
+                    raise CommunicationError(f"{text} torch says: {error}") from error
         finally:
             _backwards.remove(self)
 

@@ -239,8 +239,10 @@ def _facts(this: Explanation) -> Iterator[str]:
         exposed = format_ms(seen.exposed_s + seen.gather_s)
         exposed += f", {format_ms(later_s)} of it after the backward" if later_s else ""
         yield f"measured: compute {format_ms(seen.compute_s)}{updates}, exposed {exposed} ({seen.source}){residual}"
-    length = f"; its length is measured on rank {seen.rank}" if seen and step.ready.backward_s is None else ""
-    yield f"backward: {step.ready.basis}{length}"
+    if seen and step.ready.backward_s is None:
+        yield f"length of the backward: measured on rank {seen.rank}; planned before that: {step.ready.basis}"
+    else:
+        yield f"backward: {step.ready.basis}"
     yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"
     yield from (f"{each}." for each in step.optimizers)
     if step.memory is not None:
@@ -289,7 +291,7 @@ def _table(this: Explanation, most: int | None) -> Iterator[str]:
         rows.append([*cells, each.why or each.members[0]])
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     room = WIDTH - sum(widths) - 2 * len(widths)
-    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["waited is measured, in ms"] * seen
+    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["waited is measured"] * seen
     yield "Buckets in launch order, n gradients each" + (f" ({'; '.join(about)})" if about else "")
     for row in rows:
         why = row[-1] if len(row[-1]) <= room else f"{row[-1][: room // 2 - 1]}..{row[-1][-(room - room // 2 - 1) :]}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 
+from dp_compile._torch import distributed
 from dp_compile.engine.calibration import calibrated
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import UnsupportedModuleError
@@ -14,11 +16,12 @@ from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
+from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import Certificate
 from dp_compile.plan.ready_times import ASSUMED
 from dp_compile.plan.words import count, format_bytes
-from dp_compile.replication.module import replica_of
+from dp_compile.replication.module import is_replicated, replica_of, unwrap
 
 measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
 """What `measure()` saw last of a module on this rank."""
@@ -27,9 +30,13 @@ measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
 def report(module: nn.Module) -> Report:
     """What was planned for a replicated module, what was captured, and which way its backwards went.
 
+    Of a module whose gradients torch's own DDP reduces (`ddp_python_hook=False`) it says only that.
+
     Raises:
         UnsupportedModuleError: the module is not replicated.
     """
+    if distributed.is_reduced_by_torch(unwrap(module)) and not is_replicated(module):
+        return Report("torch's own DDP (ddp_python_hook=False)", dist.get_world_size(), BucketPlan(()), ())
     replica = replica_of(module)
     hook = replica.called_hook
     why = "" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}"
@@ -95,9 +102,9 @@ def _promise(replica: Replica, certificate: Certificate) -> str:
     return "\n".join(
         [
             f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}",
-            f"  predicted end {certificate.promise}",
-            "  planned without measured times: the backward was taken to last as long as the communication, work is "
-            + work,
+            f"  if the backward took as long as the communication: predicted end {certificate.promise}; with the "
+            "length that was measured: explain()",
+            f"  work of the backward: {work}",
             f"  planned for an all-reduce that takes {certificate.cost}",
         ]
     )

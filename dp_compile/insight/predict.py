@@ -81,7 +81,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
         other = replanned(other)
     other = replace(other, cost_source=source)
     times = other.backward_s, other.communication_s, other.exposed_s, other.end_s, other.bound_s()
-    return Prediction(ranks, link, dtype, len(other.plan.buckets), *times, f"{source}; {backward}", other)
+    return Prediction(ranks, link, dtype, len(other.plan.buckets), *times, f"link: {source}; {backward}", other)
 
 
 def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, str]:
@@ -103,7 +103,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
         raise ConfigError(f"the step ran on 1 rank, so the cost on {ranks} is not known. Give a link.")
     levels = inside if step.cost.inside is not None else 1
     cost = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=levels)
-    return cost, f"{step.cost_source} on {count(step.world_size, 'rank')}, extrapolated to {ranks}, all hops alike"
+    return cost, f"{step.cost_source}, {count(step.world_size, 'rank')}; computed for {ranks} on such a link"
 
 
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:

@@ -355,8 +355,11 @@ class Step:
             if (version := data.pop("version")) == STEP_VERSION:
                 return Step(**data | {name: read(data[name]) for name, read in _READERS.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
-        raise ConfigError(f"the step file has version {version!r}, this release reads {STEP_VERSION}. Save it again.")
+            raise ConfigError("not a step file of dp_compile. Save one with step_of(model).to_json().") from error
+        raise ConfigError(
+            f"not a step file of this release: version {version!r} in place of {STEP_VERSION}. Save it again with "
+            "step_of(model).to_json()."
+        )
 
 
 def _each(kind: Callable[..., Any]) -> Callable[[list[Any]], tuple[Any, ...]]:

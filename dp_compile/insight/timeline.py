@@ -194,6 +194,9 @@ def timeline_picture(step: Step) -> str:
     for text in (line for summary in summaries(step) for line in wrap(summary, 150, subsequent_indent="    ")):
         y += _LINE
         parts.append(_text(16, y, text))
+    y += _LINE
+    legend = "A number is a bucket on the network. Exposed: nothing is computed while it is waited for."
+    parts.append(_text(16, y, legend, f' fill="{_DIM}"'))
     start_s, end_s = min(event.start_s for event in events), max(event.end_s for event in events)
     scale = (_RIGHT - _LEFT) / ((end_s - start_s) or 1.0)
     for view in dict.fromkeys(event.view for event in events):
@@ -201,9 +204,9 @@ def timeline_picture(step: Step) -> str:
         top = y + 2 * _LINE
         bottom = top + 8 + (_BAR + 6) * len(lanes)
         parts.append(_text(16, top, view, ' font-weight="bold"'))
-        for number in range(9):
-            x, label = _LEFT + (_RIGHT - _LEFT) * number / 8, _time(step, start_s + (end_s - start_s) * number / 8)
-            parts.append(_text(x, top, label, f' fill="{_DIM}" text-anchor="middle" font-size="11"'))
+        for tick_s in _ticks(step, start_s, end_s):
+            x = _LEFT + (tick_s - start_s) * scale
+            parts.append(_text(x, top, _time(step, tick_s), f' fill="{_DIM}" text-anchor="middle" font-size="11"'))
             parts.append(f'<path d="M{x:.1f} {top + 4:.1f}V{bottom:.1f}" stroke="{_RULE}"/>')
         for number, lane in enumerate(lanes):
             lane_y = top + 8 + (_BAR + 6) * number
@@ -217,6 +220,15 @@ def timeline_picture(step: Step) -> str:
     head += f' height="{height:.0f}" font-family="Arial, sans-serif" font-size="12" role="img">'
     paper = f'<rect width="100%" height="100%" fill="#ffffff" stroke="{_RULE}"/>'
     return "\n".join([head, "<title>Timeline of a step</title>", paper, *parts, "</svg>", ""])
+
+
+def _ticks(step: Step, start_s: float, end_s: float) -> list[float]:
+    """At most nine times, multiples of 1, 2 or 5 times a power of ten in the unit that is shown."""
+    unit_s = 1e-3 if step.is_timed else step.backward_s / 100
+    least = (end_s - start_s) / unit_s / 8
+    power = 10 ** math.floor(math.log10(least)) if least else 1.0
+    size_s = next(each for each in (1, 2, 5, 10) if each * power >= least) * power * unit_s
+    return [number * size_s for number in range(math.ceil(start_s / size_s), math.floor(end_s / size_s) + 1)]
 
 
 def _text(x: float, y: float, content: str, more: str = "") -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.module_calls import is_compiled
 from dp_compile.comm_hooks.comm_hook import HookFunction
-from dp_compile.config import ReplicateConfig
+from dp_compile.config import HOOK_VARIABLE, ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
@@ -362,6 +362,12 @@ def find_state(module: nn.Module) -> Replica | Pending | None:
 def state_of(module: nn.Module) -> Replica | Pending:
     """As `find_state`; a UnsupportedModuleError if there is none."""
     state = find_state(module)
+    if state is None and distributed.is_reduced_by_torch(unwrap(module)):
+        raise UnsupportedModuleError(
+            f"torch's own DDP reduces the gradients of {class_name(unwrap(module))}, as ddp_python_hook=False or "
+            f"{HOOK_VARIABLE}=0 asks. Of this package only no_sync(), warmup() and report() work then; leave this "
+            "call out."
+        )
     if state is None:
         raise UnsupportedModuleError(
             f"{class_name(unwrap(module))} is not replicated. Call dp_compile.replicate(module) first."
@@ -401,11 +407,16 @@ def states_in(module: nn.Module) -> list[Replica | Pending]:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does.
 
-    It reaches the parts that were replicated before, too.
+    It reaches the parts that were replicated before, too; and torch's DDP, where that reduces the gradients.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
     """
+    inner = unwrap(module)
+    if distributed.is_reduced_by_torch(inner) and not is_replicated(inner):
+        with distributed.no_sync_of_torch(inner):
+            yield
+        return
     before = {each: state_of(each).state.sync for each in (module, *parts_of(inner_module(module)))}
     for each in before:
         state_of(each).state.sync = False

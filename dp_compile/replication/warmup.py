@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch import autograd, compiler
+from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.engine.plan_sync import check_consistent_in_call
 from dp_compile.engine.replica import Replica
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
 from dp_compile.plan.words import count
-from dp_compile.replication.module import inner_module, no_sync, parts_of, replica_of, unwrap
+from dp_compile.replication.module import inner_module, is_replicated, no_sync, parts_of, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.warmup")
 
@@ -72,17 +72,20 @@ def warmup(
         accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
         gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
 
+    Does nothing where torch's own DDP reduces the gradients (`ddp_python_hook=False`).
+
     Raises:
         UnsupportedModuleError: the module is not replicated.
         ConfigError: no batch was given, or `loss` changed a parameter.
         DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
     """
+    if distributed.is_reduced_by_torch(unwrap(module)) and not is_replicated(module):
+        return WarmupRecord(0, 0, 0, settled=True)
     replica, examples = replica_of(module), list(batches)
     replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(inner_module(module)))]))
     for each in replicas:
         each.wait_for_updates()  # what ends during the warm-up is taken back with the counters
-    if not examples:
-        raise ConfigError("warmup() needs at least one batch, got none.")
+    require(bool(examples), "batches", "at least one batch", examples)
     kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
     check_consistent_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
     made = [_made()]

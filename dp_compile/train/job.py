@@ -138,6 +138,7 @@ def train(options: argparse.Namespace) -> bool:
     say("\n".join(["", *itertools.chain(*lines)]))
     if options.save_step is not None and dist.get_rank() == 0:
         Path(options.save_step).write_text(dp_compile.step_of(model).to_json())
+        say(f"written to {options.save_step}; next: dp-compile explain {options.save_step}")
     passed = compare(model, twin, options) if options.check else True
     dist.destroy_process_group()
     return passed
@@ -220,8 +221,8 @@ def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> b
     dist.all_reduce(differences, op=dist.ReduceOp.MAX)  # ranks differ only if a reduction was wrong
     largest, tolerance = float(differences.max()), TOLERANCES.get(options.comm_hook, TOLERANCE)
     say(
-        f"\ncheck {'passed' if largest <= tolerance else 'FAILED'}: parameters after {options.steps} steps, compared "
-        f"with torch's DistributedDataParallel, same seed and batches\n"
+        f"\ncheck {'passed' if largest <= tolerance else 'FAILED'}: parameters after {options.steps} steps, beside "
+        f"those of torch's DDP\n"
         f"  largest difference  {largest:.1e}  in {list(mine)[int(differences.argmax())]}\n"
         f"  tolerance           {tolerance:.1e}"
     )

@@ -52,8 +52,20 @@ def test_without_hooks_torch_reduces(by_wrapper: bool) -> None:
             model(x).square().mean().backward()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad)
-    with pytest.raises(dp_compile.UnsupportedModuleError, match="not replicated"):
-        dp_compile.report(ours)
+    for model in (ours, theirs):
+        model.zero_grad()
+    with dp_compile.no_sync(ours):
+        ours(x).square().mean().backward()
+    with dp_compile.no_sync(theirs):
+        theirs(x).square().mean().backward()
+    for model in (ours, theirs):
+        model(x).square().mean().backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+    dp_compile.warmup(ours, [x], lambda x: ours(x).square().mean())
+    assert str(dp_compile.report(ours)).startswith("mode: torch's own DDP")
+    with pytest.raises(dp_compile.UnsupportedModuleError, match="torch's own DDP reduces the gradients"):
+        dp_compile.explain(ours)
 
 
 @pytest.mark.usefixtures("fake_group")
