@@ -348,8 +348,8 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
         f"parameters differ between ranks after {sums.after} synchronised backwards: {replica.names[first]} on "
         f"{ranks_in_words(others)} has other values than on {ranks_in_words(same)}{more}. Possible causes: weights "
         "loaded or edited on some ranks only; gradients set by hand (torch.autograd.grad), which are not reduced; a "
-        "step skipped on some ranks. Load weights on every rank, reduce such gradients with "
-        f"torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if the difference is intended."
+        "step skipped on some ranks; another optimizer, or other options of it. Load weights on every rank, reduce "
+        f"such gradients with torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if the difference is intended."
     )
 
 

@@ -59,7 +59,7 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
     if status is None:
         return 2, "is not responding (killed, suspended, cut off, or blocked in native code). Look at its log first"
     if (other := status.modules.get(topic)) is None:
-        return 2, "does not have this module any more"
+        return 2, "does not have this module any more (training ended, or raised: look at its log first)"
     backward, after = f"backward {other.done + 1}", f"after {count(other.done, 'synchronised backward')}"
     if other.failed:
         how = f"gave up in {backward}" if other.gave_up else f"left {backward} with an error"

@@ -251,6 +251,8 @@ class _Reducer:
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
 distributed.count_as_torch_ddp(DistributedDataParallel)
+# help() would show the arguments of `__new__`.
+DistributedDataParallel.__new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined]
 
 
 def _one_device(
