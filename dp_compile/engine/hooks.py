@@ -76,6 +76,8 @@ class UnsyncedGradients:
     """A backward without synchronisation: what was used is reported in the next one with it."""
 
     replica: Replica
+    existing: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """With CUDA graphs, the gradients from before this backward, by index."""
 
     def mark_ready(self, index: int) -> None:
         parameter = self.replica.parameters[index]
@@ -83,7 +85,7 @@ class UnsyncedGradients:
         if grad is None:  # of a backward inside another one, which had nothing for it
             return
         self.replica.state.step_guard.used.add(index)
-        if autograd.version_of(grad) == 0 and compiler.replays_cuda_graphs(parameter.device):
+        if self.existing.get(index) is not grad and compiler.replays_cuda_graphs(parameter.device):
             # Autograd keeps what compiled code returned, and the next replay overwrites it (pytorch#169545).
             parameter.grad = grad.clone()
 
@@ -398,7 +400,12 @@ def reduce_eagerly(
         if not create_graph:
             this.new = frozenset(index for index, each in enumerate(replica.parameters) if each.grad is None)
         rounds.append(this)
-    local: dict[Replica, GradientReceiver] = {each: UnsyncedGradients(each) for each in replicas if not each.reduces}
+    local: dict[Replica, GradientReceiver] = {}
+    for replica in replicas:
+        if not replica.reduces:
+            of_graphs = replica.parameters if compiler.replays_cuda_graphs(replica.device) else ()
+            existing = {index: each.grad for index, each in enumerate(of_graphs) if each.grad is not None}
+            local[replica] = UnsyncedGradients(replica, existing)
     with reporting(local | {each.replica: each for each in rounds}):
         with during(BACKWARD, *synced):
             try:

@@ -99,9 +99,11 @@ def test_accumulation_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.ParameterList([nn.Parameter(torch.ones(3))])
     dp_compile.replicate(module)
     with dp_compile.no_sync(module):
-        for factor in (1.0, 3.0):
-            Replayed.apply(module[0], factor).sum().backward()
-    assert torch.equal(module[0].grad, torch.full((3,), 4.0))
+        Replayed.apply(module[0], 1.0).sum().backward()
+        gradient = module[0].grad
+        Replayed.apply(module[0], 3.0).sum().backward()
+    assert module[0].grad is gradient, "what is added to stays where it is"
+    assert torch.equal(gradient, torch.full((3,), 4.0))
     dp_compile.unreplicate(module)
 
 
