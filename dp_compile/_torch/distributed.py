@@ -342,11 +342,14 @@ def no_sync_of_torch(module: Any) -> Iterator[None]:
         with module.no_sync():
             yield
         return
+    from torch.distributed._composable.replicate import replicate
+
+    before = replicate.state(module)._no_sync
     module.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        module.set_requires_gradient_sync(True)
+        module.set_requires_gradient_sync(not before)
 
 
 def replicate_by_torch(module: nn.Module, **options: Any) -> None:

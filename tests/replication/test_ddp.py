@@ -55,6 +55,8 @@ def test_without_hooks_torch_reduces(by_wrapper: bool) -> None:
     for model in (ours, theirs):
         model.zero_grad()
     with dp_compile.no_sync(ours):
+        with dp_compile.no_sync(ours):
+            pass
         ours(x).square().mean().backward()
     with dp_compile.no_sync(theirs):
         theirs(x).square().mean().backward()
