@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dp_compile.comm_hooks.functional import FunctionalHook as FunctionalHook
     from dp_compile.comm_hooks.functional import HookBucket as HookBucket
+    from dp_compile.comm_hooks.functional import HookState as HookState
     from dp_compile.comm_hooks.quantized import QuantizedHook as QuantizedHook
-    from dp_compile.comm_hooks.state import HookState as HookState
     from dp_compile.config import ReplicateConfig as ReplicateConfig
     from dp_compile.engine.backward import compiled_backward as compiled_backward
     from dp_compile.engine.calibration import calibrate as calibrate
@@ -40,7 +40,7 @@ _HOME = {
     "DistributedDataParallel": "replication.ddp",
     "FunctionalHook": "comm_hooks.functional",
     "HookBucket": "comm_hooks.functional",
-    "HookState": "comm_hooks.state",
+    "HookState": "comm_hooks.functional",
     "UnsupportedModuleError": "errors",
     "QuantizedHook": "comm_hooks.quantized",
     "ReductionError": "errors",

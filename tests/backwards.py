@@ -18,8 +18,7 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import plan_optimal
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import ReadyTimes, plan_optimal
 from dp_compile.plan.words import BYTES_PER_MB
 
 aten = torch.ops.aten

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch import fx
@@ -13,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dp_compile.fx.collectives import ALL_REDUCE
 from dp_compile.fx.edit import provenance_of, reorder, stable_order
-from dp_compile.fx.text import is_op, type_text
-from dp_compile.passes import DEFAULT_PASSES, GraphPass
+from dp_compile.fx.text import type_text
+from dp_compile.passes import DEFAULT_PASSES, GraphPass, ScheduleCollectives, overlap
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD, EagerOps, emit, finished, reduce_bucket, view_of
 from dp_compile.passes.result import PassResult
@@ -148,6 +149,17 @@ class Changed:
         return PassResult()
 
 
+@dataclass(frozen=True)
+class Bounded(ScheduleCollectives):
+    """Takes `nbytes` for the peak of torch's DDP, which bounds its own."""
+
+    nbytes: int
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
+        with mock.patch.object(overlap, "_peak_of_ddp", return_value=self.nbytes):
+            return ScheduleCollectives.__call__(self, graph, plans)
+
+
 def short(graph: fx.Graph) -> str:
     """One line a node: `name = op(arguments)`, placeholders with dtype and shape. Metadata is left out."""
     lines = []
@@ -159,7 +171,8 @@ def short(graph: fx.Graph) -> str:
         else:
             arguments = [_argument(argument) for argument in node.args]
             arguments += [f"{name}={_argument(value)}" for name, value in node.kwargs.items()]
-            op = str(node.target).removesuffix(".default") if is_op(node.target) else node.target.__name__
+            is_op = isinstance(node.target, torch._ops.OpOverload)
+            op = str(node.target).removesuffix(".default") if is_op else node.target.__name__
             lines.append(f"{node.name} = {op}({', '.join(arguments)})")
     return "\n".join(lines)
 
@@ -177,4 +190,7 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 
 
 def sort_stably(graph: fx.Graph, *how: Any, **more: Any) -> bool:
-    return reorder(graph, stable_order(graph, *how, **more))
+    """Whether that changed anything."""
+    before = list(graph.nodes)
+    reorder(graph, stable_order(graph, *how, **more))
+    return before != list(graph.nodes)

@@ -11,7 +11,7 @@ from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost, nominal_cost
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import ReadyTimes
 from dp_compile.plan.reduction import Averaging, Levels
 
 LAYOUT = Layout(64)

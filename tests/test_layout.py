@@ -44,7 +44,7 @@ PRIVATE_TORCH = {
     ("fx/collectives.py", "torch.distributed._functional_collectives"),
     # Only to ask whether a node's target is an op; torch.ops itself hands out objects of this class.
     ("fx/text.py", "torch._ops"),
-    ("fx/storages.py", "torch._ops"),
+    ("fx/memory.py", "torch._ops"),
     # A process group without processes. Not worth loading with the package.
     ("testing/backward.py", "torch.testing._internal.distributed.fake_pg"),
     # The one kernel of torch that only takes time; nothing else of the package needs it.

@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from dp_compile._torch.missing import named
-from dp_compile._torch.serialized import read_whole
 
 with named():
     import torch._dynamo.compiled_autograd as _compiled_autograd
@@ -145,12 +144,6 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
 
     def wrap_fake(self, x: torch.Tensor, source: Any) -> Any:
         return self.fake_tensor_mode.from_tensor(x, source=source, static_shapes=True)
-
-    def proxy_call_aot_backward(
-        self, pinputs: Any, psaved_tensors: Any, saved_tensors: Any, pctx: Any, ctx: Any, *others: Any, **more: Any
-    ) -> Any:
-        read_whole(ctx._forward_cls)
-        return super().proxy_call_aot_backward(pinputs, psaved_tensors, saved_tensors, pctx, ctx, *others, **more)
 
     def post_acc_grad_hook(self, input: torch.Tensor, hook_id: int) -> list[torch.Tensor]:
         """torch copies the parameter, with `as_strided`, which a DTensor lacks."""

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 from dp_compile._torch.distributed import GradBucket
-from dp_compile.comm_hooks.functional import FunctionalHook, register
-from dp_compile.comm_hooks.state import HookState
+from dp_compile.comm_hooks.functional import FunctionalHook, HookState, register
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import CALLED, Averaging
@@ -26,10 +25,8 @@ HookFunction = TorchHook | FunctionalHook
 class CommHook:
     """`function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
 
-    Args:
-        averaging: what the hook does; with the key `CALLED`, only calling it shows.
-        memory: what a functional hook remembers.
-        why_called: why backwards with it are not captured; empty if they are.
+    `averaging`: what the hook does; with the key `CALLED`, only calling it shows. `memory`: what a functional hook
+    remembers. `why_called`: why backwards with it are not captured; empty if they are.
     """
 
     state: Any
@@ -40,7 +37,7 @@ class CommHook:
 
     @property
     def is_called(self) -> bool:
-        """Whether the hook is called with each bucket, which no captured backward does."""
+        """Whether the hook is called with each bucket, as no captured backward does."""
         return self.averaging.hook == CALLED
 
     @property
@@ -55,12 +52,7 @@ class CommHook:
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:
-    """A hook whose function was checked.
-
-    Raises:
-        ConfigError: not callable, not two parameters, or bf16 compression on a backend that torch does not offer it
-            for; or the state of a functional hook is no `HookState`.
-    """
+    """A hook whose function was checked."""
     if isinstance(function, FunctionalHook):
         if not isinstance(state, HookState):
             raise ConfigError(
@@ -71,15 +63,12 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
         key, kept = register(function)  # plans know it by its key; the CommHook keeps it alive
         return CommHook(state, kept, Averaging(hook=key, rounds=kept.rounds), state)
     require(callable(function), "a comm hook", "a function of (state, bucket)", type(function))
-    cast = _cast_of(function)
+    cast, why = _cast_of(function), ""
     if cast is None:
         why = "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
-        hook = CommHook(state, function, Averaging(hook=CALLED), why_called=why)
     elif (dist.group.WORLD if state is None else state) is not group:
         why = "it averages over another group than the module's"
-        hook = CommHook(state, function, Averaging(hook=CALLED), why_called=why)
-    else:
-        hook = CommHook(state, function, cast)
+    hook = CommHook(state, function, Averaging(hook=CALLED) if cast is None or why else cast, why_called=why)
     signature = inspect.signature(function)
     try:
         signature.bind(state, None)
@@ -97,11 +86,7 @@ def _cast_of(function: TorchHook) -> Averaging | None:
     cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if the
     number of ranks is a power of two, else one rounding less.
     """
-    plain = {
-        hooks.allreduce_hook: None,
-        hooks.fp16_compress_hook: "float16",
-        hooks.bf16_compress_hook: "bfloat16",
-    }
+    plain = {hooks.allreduce_hook: None, hooks.fp16_compress_hook: "float16", hooks.bf16_compress_hook: "bfloat16"}
     if inspect.isfunction(function) and function in plain:
         return Averaging(plain[function], in_collective=False, all_before=True)
     for wire, wrapper in (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper)):

@@ -1,4 +1,4 @@
-"""Comm hooks as pure functions: what they are given, how they are run, and the op that runs them in a graph.
+"""Comm hooks as pure functions: what they are given and remember, and how they are run.
 
 A hook is a generator. It yields the tensor that each collective is given, and receives the collective's result:
 
@@ -8,13 +8,7 @@ A hook is a generator. It yields the tensor that each collective is given, and r
         return reduced, state
 
 What follows the last round each rank computes for itself, and all must get the same bits, ranks whose backward was not
-captured too. So in a graph these computations are ops that call the very function, with eager kernels; Inductor's own
-code for it, which rounds otherwise, is never used:
-
-    hook_step(gradients, state, [])       -> what is sent     -> all_reduce -> wait
-    hook_step(gradients, state, [sum])    -> reduced gradients, and the new state
-
-Each step names all that the function has seen, so that none of it is overwritten before the last one.
+captured too. So in a graph an op calls the very function, with eager kernels (`passes/reduction.py`, `hook_step`).
 """
 
 from __future__ import annotations
@@ -22,18 +16,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
-from torch.fx.node import has_side_effect
+from torch import nn
 
 from dp_compile._torch import autograd, distributed
 from dp_compile.config import has_address
-from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.errors import ConfigError, ReductionError, UnsupportedModuleError
 from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS, Reduction
 
 Tensors = Sequence[torch.Tensor]
@@ -99,12 +92,7 @@ _hooks: weakref.WeakValueDictionary[str, FunctionalHook] = weakref.WeakValueDict
 
 
 def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
-    """A key by which plans and graphs call a hook, the same in every process, and the hook that has it.
-
-    Raises:
-        ConfigError: its text does not say its options, or its source is not known; or it asks for no round, or for one
-            that is not known.
-    """
+    """A key by which plans and graphs call a hook, the same in every process, and the hook that has it."""
     kind, problem = type(hook), ""
     if has_address(hook):
         problem = (
@@ -113,7 +101,7 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
         )
     elif not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
         problem = f"must have as rounds a tuple of some of {', '.join(ROUNDS)}, got {hook.rounds!r}"
-    _refuse(hook, problem)
+    refuse(hook, problem)
     try:
         source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:
@@ -123,23 +111,137 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     return key, _hooks.setdefault(key, hook)
 
 
-def _refuse(hook: object, problem: str) -> None:
+def refuse(hook: object, problem: str) -> None:
     if problem:
         raise ConfigError(f"comm hook {hook} {problem}.")
 
 
-def _hook_of(key: str) -> FunctionalHook:
+def hook_of(key: str) -> FunctionalHook:
     hook = _hooks.get(key)
     if hook is None:
         raise ReductionError(f"comm hook {key} is gone: no replicated module has it any more.")
     return hook
 
 
-def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """How many bytes of a gradient a hook hands out for each of its rounds; empty if it has to see values to say.
+# --- what it remembers ---------------------------------------------------------------------------------------------
 
-    It is run on a gradient without memory, as the only one of its bucket. The same on every rank.
+
+class HookState:
+    """The state of a `FunctionalHook`: `model.register_comm_hook(dp_compile.HookState(), hook)`. For one module.
+
+    Each rank has its own, and saves and loads its own: what was not sent yet differs from rank to rank. It is kept by
+    parameter name, so it may be loaded whichever buckets there are.
     """
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        """Synchronised backwards so far."""
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        """By parameter, then by the hook's own name."""
+        self._is_bound = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
+        return {"backwards": self.backwards, "tensors": _copies(self._tensors)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank; before `register_comm_hook()`, which compares ranks.
+
+        Raises:
+            ConfigError: it is no such state.
+            UnsupportedModuleError: a module uses this one already.
+        """
+        self.check_free()
+        try:
+            self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"state_dict is not the state of a comm hook: {error!r}. Pass the result of HookState.state_dict()."
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        HookState.__init__(self)
+        self.load_state_dict(state)
+
+    # --- for the engine
+
+    def check_free(self) -> None:
+        """An error if a module uses it."""
+        if self._is_bound:
+            raise UnsupportedModuleError(
+                "this HookState belongs to a replicated module already. Make one for each module, and load it before "
+                "register_comm_hook()."
+            )
+
+    def bind(self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Belong to a module from now on: begin with what was loaded, else with the hook's initial state."""
+        pairs = zip(names, parameters, strict=True)
+        fresh = {name: _initial_state(hook, name, each) for name, each in pairs if not each.is_complex()}
+        if self._tensors:
+            _check_alike(self._tensors, fresh)
+            _copy(self._tensors, fresh)
+        self._tensors, self._is_bound = fresh, True
+
+    def unbind(self) -> None:
+        self._is_bound = False
+
+    def of(self, name: str) -> State:
+        return self._tensors.get(name, {})
+
+    def restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy what `state_dict` gave back, after a warm-up."""
+        self.backwards = state_dict["backwards"]
+        _copy(state_dict["tensors"], self._tensors)
+
+
+def _copies(tensors: Mapping[str, State]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: {key: each.clone() for key, each in state.items()} for name, state in tensors.items()}
+
+
+def _copy(source: Mapping[str, State], target: Mapping[str, State]) -> None:
+    for name, state in target.items():
+        for key, tensor in state.items():
+            tensor.copy_(source[name][key])
+
+
+def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a hook remembers at first of a gradient, in new memory."""
+    # The shape without the memory.
+    like = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    with torch.no_grad():
+        state = dict(hook.initial_state(like))
+    for key, tensor in state.items():
+        if not isinstance(key, str) or not key or "," in key or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"the state of comm hook {hook!r} for {name} must be tensors by names without commas, got {key!r}: "
+                f"{type(tensor).__name__}."
+            )
+    return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
+
+
+def _check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
+    """An error if a state that is loaded has other tensors than a hook has."""
+    for name in sorted({*given, *wanted}):
+        kinds = [
+            None if state is None else {key: (tuple(each.shape), each.dtype) for key, each in sorted(state.items())}
+            for state in (given.get(name), wanted.get(name))
+        ]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"the loaded comm hook state does not match {name}: it has {kinds[0] or 'nothing'}, the hook expects "
+                f"{kinds[1] or 'nothing'}. Load a state that was saved with this model and this hook."
+            )
+
+
+# --- a run of it ---------------------------------------------------------------------------------------------------
+
+
+def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """How many bytes of a gradient a hook hands out for each of its rounds; empty if it has to see values to say. It is
+    run on a gradient without memory, as the only one of its bucket."""
     # Of a group with the same name there may have been other ranks.
     return _sent_nbytes(reduction, shape, dtype, distributed.group_of_name(reduction.stages[0].group).size())
 
@@ -147,7 +249,7 @@ def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype
 @functools.lru_cache(maxsize=4096)
 def _sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
     assert reduction.hook is not None
-    hook, like = _hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
+    hook, like = hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
     try:
         with torch.no_grad():
             reducing = hook.reduce(HookBucket((like,), (hook.initial_state(like),), ranks, 0))
@@ -162,12 +264,13 @@ def _sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtyp
 
 @dataclass(eq=False, slots=True)
 class HookRun:
-    """One call of a hook, from one round to the next."""
+    """One call of a hook, from one round to the next. `steps`: how many were taken."""
 
     key: str
     bucket: HookBucket
     steps: int = 0
-    """How many were taken."""
+    new_state: Sequence[State] = ()
+    """After the last step, when the gradients are let go: what is remembered of each from now on."""
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
 
     @property
@@ -176,18 +279,15 @@ class HookRun:
         return [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values())]
 
     def step(self, received: Tensors) -> list[torch.Tensor]:
-        """What is sent next; at the end the reduced gradients, then the state of each, by name.
+        """What is sent next, after the results `received` of all rounds before; at the end the reduced gradients.
 
         All in row order and in memory of their own: the sum is written over what is sent, which the hook may still
         have.
 
-        Args:
-            received: the results of all rounds before.
-
         Raises:
             ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
         """
-        hook, given = _hook_of(self.key), [*self.given, *received]
+        hook, given = hook_of(self.key), [*self.given, *received]
         versions = list(map(autograd.version_of, given))
         # Autocast around backward() is not meant for this.
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
@@ -199,7 +299,7 @@ class HookRun:
                     found = [self._checked_sent(hook, self._reducing.send(received[-1]))]
             except StopIteration as end:
                 found = self._checked_end(hook, end.value)
-        _refuse(hook, _WROTE if versions != list(map(autograd.version_of, given)) else "")
+        refuse(hook, WROTE if versions != list(map(autograd.version_of, given)) else "")
         self.steps += 1
         return found
 
@@ -213,60 +313,48 @@ class HookRun:
                 f"yields {sent.numel()} elements for all_to_all, which are not divisible by {self.bucket.ranks} ranks. "
                 "Pad them to a multiple of the number of ranks"
             )
-        _refuse(hook, problem)
+        refuse(hook, problem)
         return _copied(sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten())
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
         too_few = f"has {len(hook.rounds)} rounds, but yields {self.steps} tensors only"
-        _refuse(hook, too_few if self.steps < len(hook.rounds) else "")
+        refuse(hook, too_few if self.steps < len(hook.rounds) else "")
         try:
             reduced, states = map(list, result)
         except (TypeError, ValueError):
             message = f"comm hook {hook!r} must return the reduced gradients and the state of each, got {result!r}."
             raise ConfigError(message) from None
-        names = [list(state) for state in self.bucket.state]
+        gradients, old = self.bucket.gradients, self.bucket.state
+        names = [list(state) for state in old]
         others = f"must return state with the names that it was given: {names}"
-        _refuse(hook, others if list(map(sorted, states)) != list(map(sorted, names)) else "")
-        found = [*reduced, *(state[name] for state, own in zip(states, names, strict=True) for name in own)]
-        before, after = ([(tuple(each.shape), each.dtype) for each in some] for some in (self.given, found))
-        _refuse(hook, f"must return tensors of shapes and dtypes {before}, got {after}" if before != after else "")
-        return [*map(_copied, reduced), *self._new_state(states, reduced)]
+        refuse(hook, others if list(map(sorted, states)) != list(map(sorted, names)) else "")
 
-    def _new_state(self, states: Sequence[State], reduced: Tensors) -> Iterator[torch.Tensor]:
-        """Of a gradient that is not finite the old state: a scaler skips this step, and the new one would spoil all
-        that follow. All ranks have the same gradient, and decide alike."""
-        for before, after, gradient in zip(self.bucket.state, states, reduced, strict=True):
-            if before:
-                # Not finite either if it is too large for a sum. One pass; to ask each element takes three.
-                is_of_use = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)).isfinite()
-                for name, tensor in before.items():
-                    yield torch.where(is_of_use, after[name], tensor).contiguous()
+        def kinds(tensors: Tensors, states: Sequence[State]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+            of_states = [state[name] for state, own in zip(states, names, strict=True) for name in own]
+            return [(tuple(each.shape), each.dtype) for each in (*tensors, *of_states)]
+
+        before, after = kinds(gradients, old), kinds(reduced, states)
+        refuse(hook, f"must return tensors of shapes and dtypes {before}, got {after}" if before != after else "")
+        self.new_state = list(map(_state_after, old, states, reduced))
+        self.bucket = self.bucket._replace(gradients=())
+        return list(map(_copied, reduced))
+
+
+def _state_after(old: State, new: State, reduced: torch.Tensor) -> State:
+    """The new state, in memory of its own; of a gradient that is not finite the old one: a scaler skips this step, and
+    the new one would spoil all that follow. All ranks have the same gradient, and decide alike."""
+    if not old:
+        return old
+    # Not finite either if it is too large for a sum. One pass; to ask each element takes three.
+    is_of_use = reduced.sum(dtype=torch.promote_types(reduced.dtype, torch.float32)).isfinite()
+    return {name: torch.where(is_of_use, new[name], tensor) for name, tensor in old.items()}
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-_WROTE: Final = "wrote to a tensor that it was given. Compute a new one"
-
-
-# --- in a graph -------------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define(
-    "hook_step(Tensor[] gradients, Tensor[] state, Tensor[] received, str[] names, str hook, str group, str unit)"
-    " -> Tensor[]"
-)
-_library.define("hook_state(Tensor[] state, str[] names, int index, int replica) -> Tensor[]")
-
-
-@dataclass(slots=True)
-class _Running(threading.local):
-    runs: dict[str, HookRun] = field(default_factory=dict)
-    """By bucket, what has not ended yet in the backward that this thread runs: a generator cannot be an argument."""
-
-
-_running = _Running()
+WROTE: Final = "wrote to a tensor that it was given. Compute a new one"
 
 
 def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBucket:
@@ -275,38 +363,16 @@ def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBuc
     return HookBucket(tuple(gradients), state, ranks.size(), ranks.rank())
 
 
-def _new_run(gradients: Tensors, state: Tensors, names: Sequence[str], hook: str, group: str) -> HookRun:
-    """`state`: tensors in a row; `names`: of each gradient those of its state, with commas."""
-    tensors = iter(state)
-    states = [{name: next(tensors) for name in each.split(",") if name} for each in names]
-    return HookRun(hook, bucket_of(gradients, states, group))
-
-
-def _step(
-    gradients: Tensors, state: Tensors, received: Tensors, names: Sequence[str], hook: str, group: str, unit: str
-) -> list[torch.Tensor]:
-    if not received:  # what is there already is of a backward that was interrupted
-        _running.runs[unit] = _new_run(gradients, state, names, hook, group)
-    run = _running.runs.get(unit)
-    if run is None or run.key != hook or run.steps != len(received):
-        raise ReductionError(f"step {len(received)} of comm hook {hook} runs, but its previous step has not run.")
-    if received and [each.data_ptr() for each in run.given] != [each.data_ptr() for each in (*gradients, *state)]:
-        raise ReductionError(
-            f"the compiler passes gradients to comm hook {hook} at other addresses than in its previous step. The "
-            "memory that the hook still reads may have been overwritten. Use "
-            'ReplicateConfig(backend="aot_eager") with this hook.'
-        )
-    found = run.step(received)
-    if run.steps > len(_hook_of(hook).rounds):
-        del _running.runs[unit]
-    return found
-
-
-def _fake_step(
-    gradients: Tensors, state: Tensors, received: Tensors, names: Sequence[str], hook: str, group: str, unit: str
-) -> list[torch.Tensor]:
-    run = _new_run(gradients, state, names, hook, group)
-    with _NoWrites(hook, [*gradients, *state, *received]):
+def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
+    """The step of a hook that follows these results, on fake tensors."""
+    initial = [hook_of(key).initial_state(gradient) for gradient in gradients]
+    # New ones: a hook may hand out a tensor that it has, which is not fake.
+    state = [
+        {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}
+        for one in initial
+    ]
+    run = HookRun(key, bucket_of(gradients, state, group))
+    with _NoWrites(key, [*run.given, *received]):
         for count in range(len(received) + 1):
             found = run.step(received[:count])
     return found
@@ -324,24 +390,5 @@ class _NoWrites(autograd.TorchDispatchMode):
         for written in (arguments.get(each.name) for each in func._schema.arguments if each.is_write):
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
                 is_given = isinstance(tensor, torch.Tensor) and tensor.untyped_storage() in self._storages
-                _refuse(self._hook, _WROTE if is_given else "")
+                refuse(self._hook, WROTE if is_given else "")
         return func(*args, **(kwargs or {}))
-
-
-def _no_state(state: Tensors, names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
-    raise ReductionError(f"no pass has replaced {names} of gradient {index}.")
-
-
-def _fake_state(state: Tensors, names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
-    return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in state]
-
-
-_library.impl("hook_step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::hook_step", _fake_step, lib=_library)
-HOOK_STEP = torch.ops.dp_compile.hook_step.default
-
-_library.impl("hook_state", _no_state, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::hook_state", _fake_state, lib=_library)
-# A copy into a tensor without elements is dropped from the graph, and with it this would go: the hook needs the state.
-HOOK_STATE = has_side_effect(torch.ops.dp_compile.hook_state.default)
-"""What a gradient's state becomes. It only says so: a pass puts in its place what the hook returns."""

@@ -26,7 +26,7 @@ from dp_compile.engine.plan_sync import finalize_plans
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares
-from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ReadyTimes
+from dp_compile.plan.planner import ASSUMED, ESTIMATED, ReadyTimes
 
 logger = logging.getLogger("dp_compile.capture")
 

@@ -20,8 +20,9 @@ from torch import fx, nn
 
 from dp_compile._torch import autograd, dynamo, inductor
 from dp_compile._torch.dtensors import local_tensor
+from dp_compile.comm_hooks.functional import HookRun
 from dp_compile.engine import dumps
-from dp_compile.engine.flags import flags_to_send, read_flags
+from dp_compile.engine.flags import flags_to_send, read_flags, remember
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.graph import (
     CapturedGraph,
@@ -45,8 +46,7 @@ from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.crossing import DeferReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.memory import Running
-from dp_compile.passes.own_memory import OwnMemory
-from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.pipeline import OwnMemory, Pipeline
 from dp_compile.passes.result import PassResult
 from dp_compile.passes.updates import PlaceUpdates
 
@@ -105,6 +105,7 @@ class CompiledBackward:
         self._replicas: tuple[Replica, ...] = ()
         self._reducing: tuple[Replica, ...] = ()
         self._ranges: BucketRanges | None = None
+        self._hook_runs: dict[tuple[int, int], HookRun] = {}
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
@@ -129,13 +130,14 @@ class CompiledBackward:
             raise
         finally:
             self._replicas, self._reducing, self._ranges = (), (), None
+            hook_runs, self._hook_runs = self._hook_runs, {}
         self._has_run = True
         self._record(replicas)
-        self._hand_out(replicas, reduced)
+        self._hand_out(replicas, reduced, hook_runs)
         return outputs
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """In the order of `with_reductions`: factors; per replica flags, old gradients of unused parameters, state."""
+        """In the order of `with_reductions`: factors; per replica flags and old gradients of unused parameters."""
         for ordinal in self._synced:
             for index in sorted(replicas[ordinal].module.dtensors.intersection(self._unused[ordinal])):
                 lay_out(replicas[ordinal].parameters[index])  # of earlier backwards, without synchronisation
@@ -155,10 +157,13 @@ class CompiledBackward:
                     # of a bucket next to another to which is added is more than AOTAutograd can trace with dynamic
                     # shapes.
                     yield local_tensor(grad).detach().clone()
-            for index in range(len(replica.parameters)) if replica.planning.comm_hook is not None else ():
-                yield from replica.state_of_hook(index).values()
 
-    def _hand_out(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
+    def _hand_out(
+        self,
+        replicas: Sequence[Replica],
+        reduced: Sequence[torch.Tensor],
+        hook_runs: Mapping[tuple[int, int], HookRun],
+    ) -> None:
         remaining = iter(reduced)
         complaints: list[DPCompileError] = []
         for ordinal in self._synced:
@@ -166,8 +171,12 @@ class CompiledBackward:
             flags = next(remaining)
             averages = [None if index in replica.after.scattered else next(remaining) for index in unused]
             replica.state.step_guard.used.clear()
+            left_alone = replica.used_by_nobody(unused, flags)
+            for number, bucket in enumerate(replica.plan.buckets):
+                if bucket.key.reduction.hook is not None:
+                    remember(replica, bucket, hook_runs[ordinal, number], flags, left_alone)
             try:
-                replica.hand_out(unused, averages, replica.used_by_nobody(unused, flags))
+                replica.hand_out(unused, averages, left_alone)
                 read_flags(replica, flags, unused)
             except DPCompileError as error:
                 complaints.append(error)
@@ -298,7 +307,9 @@ class CompiledBackward:
             optimizers = [replica.after.updates for replica in self._replicas]
             plans = tuple(replica.plan for replica in self._replicas)
             memories = [replica.state.bucket_memory for replica in self._replicas]
-            with Running(plans, memories, optimizers), self._ranges or _NOTHING:
+            now = Running(plans, memories, optimizers, [replica.state_of_hook for replica in self._replicas])
+            self._hook_runs = now.hook_runs
+            with now, self._ranges or _NOTHING:
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
@@ -318,7 +329,7 @@ class CompiledBackward:
     def _note_written(self, written: Written) -> None:
         replica, number = map(int, written.unit.split("."))
         member = self._plans[replica].buckets[number].members[written.position]
-        self._log.placements += (Placement(member.label, member.nbytes, written.is_copied),)
+        self._log.placements += (Placement(member.gradient.name, member.gradient.nbytes, written.is_copied),)
 
     def _record(self, replicas: Sequence[Replica]) -> None:
         """Note on each replica what it runs; another record after each compilation."""

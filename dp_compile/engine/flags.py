@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,10 +16,20 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import autograd
+from dp_compile.comm_hooks.functional import HookRun
 from dp_compile.engine.plan_sync import all_gather_object, channel_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
-from dp_compile.plan.flags import FAILED, is_failed, is_moved_by_some, is_stepped, more_elements, ranks_disagree
+from dp_compile.plan.buckets import Bucket
+from dp_compile.plan.flags import (
+    FAILED,
+    NUMBER_BITS,
+    is_failed,
+    is_moved_by_some,
+    is_stepped,
+    more_elements,
+    ranks_disagree,
+)
 from dp_compile.plan.words import ranks_in_words
 
 MAX_UNREAD: Final = 2
@@ -144,6 +154,20 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
         replica.state.step_guard.reduced = False
         _settled[replica.group.name] += 1
         raise VoidBackwardError(_who_failed(replica, _settled[replica.group.name]))
+
+
+def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor, left_alone: Container[int]) -> None:
+    """Store what a comm hook remembers of a bucket.
+
+    Not where no rank gets an average, as what was in it is still to be sent: the backward of a rank failed, or no rank
+    used the parameter (`left_alone`).
+    """
+    more = flags[len(replica.parameters) :]
+    holds = more[0] * more[NUMBER_BITS] == 0  # no bit together with its complement; a GPU is not waited for
+    with torch.no_grad():
+        for member, old, new in zip(bucket.members, run.bucket.state, run.new_state, strict=True):
+            for name, tensor in old.items() if member.gradient.index not in left_alone else ():
+                tensor.copy_(torch.where(holds, new[name], tensor))
 
 
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:

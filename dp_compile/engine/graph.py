@@ -27,14 +27,12 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo
 from dp_compile._torch.dtensors import from_part, local_tensor, redistributed_as
-from dp_compile.comm_hooks.functional import HOOK_STATE
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.sinks import UpdateRequest
 from dp_compile.engine.updates import InBackward
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
-from dp_compile.plan.flags import NUMBER_BITS
 
 GradientId = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""
@@ -224,7 +222,6 @@ class _Builder:
             scattered = replica.after.scattered
             self.reductions |= {(ordinal, index): node for index, node in done.items() if index in scattered}
             results += [node for index, node in done.items() if index not in scattered]
-            self.keep_state_of_hook(ordinal, done[len(replica.parameters)])
         return results
 
     def source(self, ordinal: int, index: int) -> fx.Node:
@@ -240,15 +237,6 @@ class _Builder:
             torch.zeros, ([*part.shape, 2] if part.is_complex() else [*part.shape],), options
         )
 
-    def keep_state_of_hook(self, ordinal: int, flags: fx.Node) -> None:
-        replica = self.replicas[ordinal]
-        count, may_be_unused = len(replica.parameters), replica.config.may_be_unused
-        for index in range(count):
-            names = list(replica.state_of_hook(index))
-            state = [self.take() for _ in names]
-            if names:
-                self.graph.call_function(remember, (state, names, index, ordinal, flags, count, may_be_unused))
-
     def place_updates(self) -> None:
         for update in self.wanted.updates:
             places = [(update.replica, index) for index in update.indices]
@@ -256,27 +244,6 @@ class _Builder:
             gradients = [self.reductions[place] for place in places]
             who = list(update.indices), update.replica, update.optimizer, update.bucket
             self.graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
-
-
-def remember(
-    state: Sequence[torch.Tensor],
-    names: Sequence[str],
-    index: int,
-    replica: int,
-    flags: torch.Tensor,
-    parameters: int,
-    may_be_unused: bool,
-) -> None:
-    """Traced at the end: the state of a hook becomes what the hook says, in place.
-
-    It stays as it is where no rank gets an average, as what was in it is still to be sent: the backward of a rank
-    failed, or no rank used the parameter. `flags`: the reduced ones; `parameters`: how many of them are of those.
-    """
-    holds = flags[parameters] * flags[parameters + NUMBER_BITS] == 0  # no bit together with its complement
-    if may_be_unused:
-        holds = holds & (flags[index] != 0)
-    for tensor, value in zip(state, HOOK_STATE(state, names, index, replica), strict=True):
-        tensor.copy_(torch.where(holds, value, tensor))
 
 
 def reduce_accumulated(

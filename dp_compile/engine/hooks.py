@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dp_compile._torch import autograd, compiler
 from dp_compile._torch.distributed import collectives_launched, group_of_name
 from dp_compile.engine.called_hook import reduce_by_call
-from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
+from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed, remember
 from dp_compile.engine.gradients import lay_out, local_view, sparse_gradient
 from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, LAUNCH, WAIT, during, during_bucket
@@ -231,7 +231,8 @@ class ReductionRound:
             refuse_failed(replica, flags)
             left_alone = replica.used_by_nobody(everything if self.absent else unused, flags)
             for flight in self.flights:
-                flight.ops.remember(left_alone)
+                if flight.ops.run is not None:
+                    remember(replica, flight.bucket, flight.ops.run, flags, left_alone)
             self._set_grads()
             replica.state.step_guard.used.clear()
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)

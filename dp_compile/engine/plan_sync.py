@@ -36,8 +36,7 @@ from dp_compile.engine.status import COMPILING, read_statuses
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
-from dp_compile.plan.planner import PlanResult, percent_above, plan_optimal
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import PlanResult, ReadyTimes, percent_above, plan_optimal
 from dp_compile.plan.words import count, format_bytes, ranks_in_words
 
 logger = logging.getLogger("dp_compile.plan_sync")

@@ -49,8 +49,8 @@ def during_bucket(what: str, replica: Replica, number: int, bucket: Bucket) -> c
 
 def members_in_short(bucket: Bucket) -> str:
     """The first member's name, and how many gradients come after it."""
-    labels = [member.label for member in bucket.members if member.gradient.name != UNUSED_FLAGS] or ["flags only"]
-    return labels[0] if len(labels) == 1 else f"{labels[0]} .. +{len(labels) - 1}"
+    names = [name for member in bucket.members if (name := member.gradient.name) != UNUSED_FLAGS] or ["flags only"]
+    return names[0] if len(names) == 1 else f"{names[0]} .. +{len(names) - 1}"
 
 
 class BucketRanges(autograd.TorchDispatchMode):

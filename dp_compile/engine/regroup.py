@@ -14,8 +14,7 @@ from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.plan_sync import plan_from_times
 from dp_compile.engine.replica import Replica
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import PlanResult
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import PlanResult, ReadyTimes
 
 
 def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None:

@@ -28,8 +28,7 @@ from dp_compile.engine.step_guard import StepGuard
 from dp_compile.errors import CommunicationError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan, Layout
-from dp_compile.plan.planner import Certificate, PlanResult
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes
 
 _numbers = itertools.count()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from dp_compile.engine.record import OptimizerRecord
-from dp_compile.passes.updates import Leaves, RunsUpdates, Sink
+from dp_compile.plan.buckets import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,13 @@ class UpdateRequest:
     parts: bool = False
 
 
-class Deferred(Leaves, Protocol):
-    """What an optimizer has left for the next forward."""
+class Deferred(Protocol):
+    """What an optimizer has left for the next forward (`passes/crossing.py`)."""
+
+    def leave(
+        self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
+    ) -> None:
+        """Keep reductions that have been launched, of buckets by number, to update these parameters before a read."""
 
     @property
     def has_in_flight(self) -> bool:
@@ -38,7 +46,20 @@ class Deferred(Leaves, Protocol):
         """Code of a forward begins that waits for updates; `whole`: nothing of the forward is outside of it."""
 
 
-class Updates(RunsUpdates, Protocol):
+class Sink(Protocol):
+    """Where reduced gradients go, other than to `.grad`."""
+
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Update these parameters of its module now; `parameters` is what the graph has for them.
+
+        Where each rank gets a part of a bucket, each gradient is that part. No parameters: the backward does not have
+        all gradients of the bucket, or is not captured.
+        """
+
+
+class Updates(Sink, Protocol):
     """One optimizer of one module. A subclass without a method does nothing there."""
 
     @property

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective
-from dp_compile.fx.storages import Storage, is_ordered, storages_of, written_by
+from dp_compile.fx.memory import Storage, is_ordered, storages_of, written_by
 
 PROVENANCE: Final = "dp_compile"
 _ENDS: Final = {"placeholder": 0, "output": 2}
@@ -63,10 +63,10 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node, dict[fx.Node, None]]:
-    """What each node has to come after: its inputs, and where no data passes but the order can be seen.
+    """What each node has to come after: its inputs, and others where no data passes but the order can be seen.
 
-    That is between a write to memory and other uses of that memory, among nodes that draw random numbers or that
-    nothing is known about, among collectives of one group that no pass has made, and between neighbours in `chain`.
+    That is between a write to memory and other uses of it, among nodes that draw random numbers or that nothing is
+    known about, among collectives of one group that no pass has made, and between neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
     ordered: dict[str, list[fx.Node]] = {"": list(filter(is_ordered, graph.nodes))}
@@ -82,16 +82,10 @@ def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node
 def stable_order(
     graph: fx.Graph, priority: Callable[[fx.Node], Any] | None = None, chain: Sequence[fx.Node] = ()
 ) -> list[fx.Node]:
-    """A topological order; of the nodes that could come next, the one with the least `priority` does.
+    """A topological order; of the nodes that could come next, the one with the least `priority` does, by default its
+    position; ties keep their order. Inputs stay first and the output last.
 
-    Inputs stay first, in their order, and the output stays last, with any priority.
-
-    Args:
-        priority: where a node wants to be, the node's present position if not given; ties keep their order.
-        chain: nodes that have to come in this order although no data passes between them.
-
-    Raises:
-        InvalidGraphError: some nodes depend on each other.
+    `chain`: nodes that have to come in this order although no data passes between them.
     """
     nodes, now = list(graph.nodes), positions(graph)
     wish = {
@@ -119,17 +113,14 @@ def stable_order(
     return order
 
 
-def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> bool:
-    """Put all nodes of a graph into this order. Returns whether that changed anything."""
-    if list(graph.nodes) == list(order):
-        return False
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Put all nodes of a graph into this order."""
     first = next(iter(graph.nodes))
     if order[0] is not first:
         first.prepend(order[0])
     for before, node in itertools.pairwise(order):
         if before.next is not node:
             before.append(node)
-    return True
 
 
 def _around_writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

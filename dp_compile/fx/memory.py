@@ -1,10 +1,8 @@
-"""How much memory a graph takes at its peak, if it runs in a given order. A simulation on fake tensors.
+"""What nodes do to memory, and how much a graph takes at its peak in a given order: a simulation on fake tensors.
 
 Memory comes in blocks: tensors of one storage share one. A block is there from the first node that makes a part of it
-until its last reader. So are inputs: what the caller gave away is freed after its last use. Parameters are held by the
-caller (`hold`), as is what the graph writes to or returns.
-
-What a code generator computes where it is read has no block: pointwise results that only pointwise operations,
+until its last reader, inputs too. Parameters are held by the caller (`hold`), as is what the graph writes to or
+returns. What a code generator computes where it is read has no block: pointwise results that only pointwise operations,
 reductions and their like use. Views, waits and all-reduces (in place) share the block of their input.
 
 Not in the model: work space of kernels, alignment, memory that a kernel reuses for its result in place, and pointwise
@@ -13,15 +11,85 @@ results that are stored because they are used too often.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.fx.storages import Storage, storages_of, written_by
+
+Storage = StorageWeakRef
+"""Equal for two tensors that share memory."""
+
+_PURE_MODULES: Final = frozenset({"_operator", "builtins", "math", "operator", "torch"})
+
+
+def storages_of(node: fx.Node) -> dict[Storage, Any]:
+    """The storages that a node's result lies in, with their sizes in bytes (an int, or symbolic)."""
+    storages = [each.untyped_storage() for each in tensors_in(node.meta.get("val"))]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result that have a storage: not sparse ones."""
+    return (each for each in _flat(value) if isinstance(each, torch.Tensor) and each.layout is torch.strided)
+
+
+def viewed_by(node: fx.Node) -> fx.Node | None:
+    """What the result of a node is a view of, by what is called; `None` if it is no view."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several
+        return node.args[0] if viewed_by(node.args[0]) is not None else None
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return None
+    returned = [each.alias_info for each in node.target._schema.returns]
+    is_view = len(returned) == 1 and returned[0] is not None
+    return node.args[0] if is_view and isinstance(node.args[0], fx.Node) else None
+
+
+def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a node writes to. Of calls that nothing is known about: everything that they are given.
+
+    Higher-order operators are functional where a graph is, but for Triton's `triton_kernel_wrapper_mutation`.
+    """
+    if node.op not in ("call_function", "call_module", "call_method") or _is_plain_function(node):
+        return ()
+    if not isinstance(node.target, torch._ops.OpOverload):
+        known = isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" not in node.target.name()
+        return () if known else tuple(node.all_input_nodes)
+    arguments = node.target._schema.arguments
+    if not node.target._schema.is_mutable:
+        return ()
+    given = [*zip(arguments, node.args, strict=False)]
+    given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
+    written = [value for argument, value in given if argument.is_write]
+    return tuple(each for each in _flat(written) if isinstance(each, fx.Node))
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """Whether it matters when a node runs among others of its kind: it draws random numbers, or is not known."""
+    if node.op not in ("call_function", "call_module", "call_method") or _is_plain_function(node):
+        return False
+    return not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_plain_function(node: fx.Node) -> bool:
+    """`getitem` and arithmetic on sizes."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in _PURE_MODULES
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+# --- its peak ---------------------------------------------------------------------------------------------------------
 
 HELD: Final = "dp_compile_held"
 _GENERATED: Final = frozenset({
@@ -43,7 +111,7 @@ class Footprint:
     makes: Mapping[fx.Node, tuple[int, ...]]
     reads: Mapping[fx.Node, tuple[int, ...]]
     nbytes: Mapping[int, int]
-    stay: frozenset[int]
+    stay: Collection[int]
 
     def nbytes_of(self, nodes: Iterable[fx.Node]) -> int:
         """The bytes of the blocks that these nodes make, each block once."""
@@ -60,7 +128,7 @@ class Footprint:
             alive |= {*self.makes[node]}
             peak = max(peak, now)
             if node.op != "placeholder":  # all inputs are there when the first node runs
-                used = alive.intersection(self.makes[node] + self.reads[node]) - self.stay
+                used = alive.intersection(self.makes[node] + self.reads[node]).difference(self.stay)
                 freed = {block for block in used if last[block] == number}
                 alive -= freed
                 now -= sum(self.nbytes[block] for block in freed)
@@ -101,9 +169,7 @@ def footprint(
     held = [node for node in graph.find_nodes(op="placeholder") if node.meta.get(HELD, False)]
     held += graph.output_node().all_input_nodes
     held += [written for node in graph.nodes for written in written_by(node)]
-    return Footprint(
-        makes, reads, blocks.nbytes, frozenset(block for node in held for block in blocks.of(node)) | there
-    )
+    return Footprint(makes, reads, blocks.nbytes, there.union(*map(blocks.of, held)))
 
 
 class _Blocks:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.plan.words import count
 
 _MOST_NAMES: Final = 4
 
@@ -26,8 +27,7 @@ _MOST_NAMES: Final = 4
 def outline(graph: fx.Graph, names: Mapping[fx.Node, str]) -> str:
     """The text of a graph, with values in `meta["val"]`, or in `meta["example_value"]` as Dynamo leaves it.
 
-    `names`: of nodes, in their lines and where others use them. There a node without one has its op's name. Arguments
-    that are numbers are left out; `graph.python_code` has them.
+    A node without one of `names` has its op's name where others use it. Arguments that are numbers are left out.
     """
 
     def has_line(node: fx.Node) -> bool:
@@ -36,24 +36,20 @@ def outline(graph: fx.Graph, names: Mapping[fx.Node, str]) -> str:
     lines: list[str] = []
     for with_lines, group in itertools.groupby(list(graph.nodes), has_line):
         nodes = list(group)
-        lines += [_line(node, names) for node in nodes] if with_lines else [f"   ... {_count(nodes, 'node')}"]
+        lines += [_line(node, names) for node in nodes] if with_lines else [f"   ... {count(len(nodes), 'node')}"]
     return "\n".join(lines) + "\n"
 
 
 def _line(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if node.op == "output":
         outputs = node.all_input_nodes
-        return f"   return {_count(outputs, 'tensor')}: {', '.join(_listed(outputs, names))}"
+        return f"   return {count(len(outputs), 'tensor')}: {', '.join(_listed(outputs, names))}"
     mark = ">> " if is_collective(node) else "<< " if is_wait(node) else "   "
     what = type_text(node.meta.get("val", node.meta.get("example_value")))
     if node.op == "placeholder":
         return f"{mark}{names[node]}: {what}"
     given = [*_listed(node.all_input_nodes, names), *(each for each in node.args if isinstance(each, str))]
     return f"{mark}{names.get(node, last_name(node))} = {last_name(node)}({', '.join(given)}): {what}"
-
-
-def _count(nodes: Sequence[fx.Node], noun: str) -> str:
-    return f"{len(nodes)} {noun}{'' if len(nodes) == 1 else 's'}"
 
 
 def _listed(nodes: Sequence[fx.Node], names: Mapping[fx.Node, str]) -> list[str]:
@@ -68,11 +64,6 @@ def last_name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket.__name__)
     return str(getattr(node.target, "__name__", node.target))
-
-
-def is_op(target: object) -> bool:
-    """Whether a node's target is an op with a public name, as `str` gives it: `aten.mm.default`."""
-    return isinstance(target, torch._ops.OpOverload)
 
 
 def type_text(value: Any) -> str:

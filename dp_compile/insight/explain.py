@@ -132,11 +132,11 @@ def _explained(step: Step) -> Iterator[ExplainedBucket]:
         if (own_s := max(each.ready_s for each in times)) >= latest_s:
             ready = [each for each, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
             released_by = [each for each in ready if each.gradient.name != UNUSED_FLAGS] or ready
-            latest_s, last, place = own_s, max(released_by, key=lambda each: each.nbytes).label, number
+            latest_s, last, place = own_s, max(released_by, key=lambda each: each.gradient.nbytes).gradient.name, number
         each, why = planned[number], ""
         if each is not None:
             why = _why(step, each, last if place == number else f"{last} (bucket {place})")
-        labels = tuple(member.label for member in bucket.members)
+        labels = tuple(member.gradient.name for member in bucket.members)
         yield ExplainedBucket(number, bucket.nbytes, len(own), labels, why, each, seen[number])
 
 

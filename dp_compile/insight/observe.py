@@ -18,8 +18,7 @@ from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import Certificate
-from dp_compile.plan.ready_times import ASSUMED
+from dp_compile.plan.planner import ASSUMED, Certificate
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.replication.module import is_replicated, replica_of, unwrap
 

@@ -23,7 +23,7 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
-from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
+from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradients
 
 STEP_VERSION: Final = 4
 NOMINAL: Final = "nominal"
@@ -433,7 +433,7 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
     jobs = []
     for bucket in step.plan.buckets:
         if bucket.key.reduction.is_scattered:
-            nbytes = sum(member.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
+            nbytes = sum(member.gradient.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
             read = 1 - max(step.ready.of(member.gradient) for member in bucket.members)
             needed_s = from_s + step.forward_s * read
             jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))

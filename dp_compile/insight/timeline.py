@@ -177,7 +177,7 @@ def _args(step: Step, event: Event, zero_s: float) -> dict[str, Any]:
         return {}
     bucket = step.plan.buckets[event.bucket]
     args: dict[str, Any] = {"bytes": bucket.nbytes, "key": str(bucket.key), "launched_us": _us(event.launch_s - zero_s)}
-    return args | {"members": [member.label for member in bucket.members]}
+    return args | {"members": [member.gradient.name for member in bucket.members]}
 
 
 # --- a picture ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def _box(step: Step, event: Event, x: float, y: float, scale: float) -> Iterator
     if event.bucket is not None and event.launch_s is not None:
         bucket = step.plan.buckets[event.bucket]
         short = str(event.bucket)
-        members = ", ".join(member.label for member in bucket.members)
+        members = ", ".join(member.gradient.name for member in bucket.members)
         about += f", {format_bytes(bucket.nbytes)}, launched at {_time(step, event.launch_s)}: {members}"
     shown = max(width - (1 if width > 3 else 0), 0.8)  # one pixel between neighbours
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{shown:.1f}" height="{_BAR:.0f}"'

@@ -123,8 +123,6 @@ class Shard(Part):
         """A plan, and whether it cuts where `_plan` does."""
         self._parts: dict[int, torch.Tensor] = {}
         """This rank's parts of buckets that are not used yet in the backward."""
-        self._squares: dict[int, torch.Tensor] = {}
-        """Of the gradients in these parts, the square of the norm of each, where that is known already."""
         self._has_state = False
         """Whether any rank has state: known to all of them."""
         self._is_open = False
@@ -386,14 +384,9 @@ class Shard(Part):
             return
         # On a GPU what replays a graph has other plans for its memory.
         self._parts[bucket] = part.clone() if indices and part.device.type != "cpu" else part
-        if is_laid_out and self.setup.max_norm is not None and self.setup.scaler is None:
-            # While other reductions are in flight.
-            found = self._gradients_in(bucket, part)
-            self._squares |= {index: _square(gradient) for index, gradient in found.items()}
 
     def drop(self) -> None:
         self._parts.clear()
-        self._squares.clear()
 
     def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
         """By parameter, what is reduced of this rank's pieces."""
@@ -482,10 +475,7 @@ class Shard(Part):
                 with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
                     scaler.unscale_(optimizer)
                     found = optim.found_inf_tensors(scaler, optimizer)
-            norms = [
-                self._squares[index] if index in self._squares else _square(gradients[index])
-                for index in sorted(gradients)
-            ]
+            norms = [_square(gradients[index]) for index in sorted(gradients)]
             both[0] = torch.stack(norms).sum() if norms else 0.0
             for each in found:
                 both[1] += each.to(device=device, dtype=torch.float64).squeeze()

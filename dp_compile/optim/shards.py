@@ -59,7 +59,7 @@ def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
         last = first + numel_of_part(plan, number)
         for member in bucket.members:
             offset = member.offset
-            start, stop = max(first, offset), min(last, offset + member.numel)
+            start, stop = max(first, offset), min(last, offset + member.gradient.numel)
             if start < stop:
                 found.append(Piece(member.gradient.index, start - offset, stop - offset, number, start))
     return tuple(found)

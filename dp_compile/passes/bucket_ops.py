@@ -1,16 +1,15 @@
 """The op that makes buckets: what it is in a graph, and what it does without a compiler.
 
     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
-                                                              offsets, each in its memory order; between them
-                                                              zeros if `zero_gaps`, else undefined values;
-                                                              `dtype`: rounded to it, once; `factor`: a number in
-                                                              a tensor, by which all are multiplied instead
+                                                              offsets, each in its memory order
 
-`lowering.py` has what compiled code makes of it.
+Between them are zeros if `zero_gaps`, else undefined values. `dtype`: rounded to it, once. `factor`: a number in a
+tensor, by which all are multiplied instead. `lowering.py` has what compiled code makes of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -19,7 +18,7 @@ import torch
 
 from dp_compile._torch import storages
 
-SMALL_NUMEL: Final = 2**15
+_SMALL_NUMEL: Final = 2**15
 """Up to here a tensor stays in the processor's cache, and a second pass over it costs next to nothing."""
 _EXACT: Final = (torch.float32, torch.float64)
 
@@ -35,12 +34,10 @@ class MemberPlace(NamedTuple):
 
 def places_of(shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]) -> list[MemberPlace]:
     """The members' places. `strides` of all members in one list."""
-    places: list[MemberPlace] = []
-    first = 0
+    places, left = [], iter(strides)
     for each, offset in zip(shapes, offsets, strict=True):
         shape = tuple(int(size) for size in each)
-        places.append(MemberPlace(shape, tuple(strides[first : first + len(shape)]), offset, math.prod(shape)))
-        first += len(shape)
+        places.append(MemberPlace(shape, tuple(itertools.islice(left, len(shape))), offset, math.prod(shape)))
     return places
 
 
@@ -69,7 +66,7 @@ def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     """
     together: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part, tensor in zip(parts, tensors, strict=True):
-        is_small = tensor.numel() <= SMALL_NUMEL or not tensor.is_cpu
+        is_small = tensor.numel() <= _SMALL_NUMEL or not tensor.is_cpu
         if scale == 1.0 or (is_small and part.dtype == tensor.dtype and tensor.dtype in _EXACT):
             together.append((part, tensor))
         else:

@@ -4,16 +4,11 @@
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
-On two levels of network there are three stages, each followed by a wait:
+On two levels of network there are three stages, with a wait after each. Where ranks keep parts there is only the first;
+an update then gets the part instead of each member.
 
-    flat_bucket(a, b) -> reduce_scatter_tensor -> wait -> all_reduce -> wait -> all_gather_into_tensor -> wait
-
-or, with gloo, an all-to-all and a sum after its wait instead of the first. Where ranks keep parts there is only the
-first stage; an update then gets the part instead of each member.
-
-Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order, and
-the results are views of the bucket: no copy in or out. The factor of the average goes into what computes a gradient:
-the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
+Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order: no
+copy in or out. The factor of the average goes into what computes a gradient; else `flat_bucket` applies it on the way.
 """
 
 from __future__ import annotations
@@ -22,18 +17,17 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, NamedTuple, cast
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from dp_compile.comm_hooks.functional import HOOK_STEP
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.memory import PLACE, MemoryPlace
-from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, reductions_in, states_in
+from dp_compile.passes.reduction import HOOK_STEP, GradReduction, finished, reduce_bucket, reductions_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
@@ -43,11 +37,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @dataclass(frozen=True, slots=True)
 class BucketReductions:
-    """One all-reduce for each bucket of each plan, issued in the plan's order.
+    """The stages of each bucket of each plan, in the plan's order.
 
-    Args:
-        zero_gaps: write zeros between members that do not follow each other closely. By default only where NCCL looks
-            for NaN in all that it sends, with `TORCH_NCCL_NAN_CHECK` set: what is uninitialised may look like one.
+    `zero_gaps`: write zeros between members. By default only where NCCL looks for NaN in all that it sends: what is
+    uninitialised may look like one.
     """
 
     zero_gaps: bool = field(default_factory=lambda: nan_check_is_on())
@@ -57,7 +50,6 @@ class BucketReductions:
         # Positions once for all buckets: they take as long as the graph is large.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
-        states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
         for replica, reductions in sorted(by_replica(reductions_in(graph), plans).items()):
             staged: list[list[fx.Node]] = []
             stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
@@ -65,13 +57,13 @@ class BucketReductions:
                 parts = parts_of(bucket, reductions)
                 last = max((part.reduction.node for part in parts), key=position.__getitem__)
                 place = MemoryPlace(replica, number, plans[replica].keeps_memory)
-                ops = GraphOps(graph, last, bucket, parts, states, remembered, place, self.zero_gaps)
-                views |= reduced_by(ops)
+                ops = GraphOps(graph, last, bucket, parts, place, self.zero_gaps)
+                reduced, is_scattered = finished(reduce_bucket(bucket, ops)), bucket.key.reduction.is_scattered
+                for part in parts:
+                    views[part.reduction.node] = reduced if is_scattered else ops.view_back(reduced, part)
                 staged.append(ops.launches)
             launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
-        edit.replace_uses(views | remembered)
-        for node in (*remembered, *(state.node for state in states.values())):
-            graph.erase_node(node)
+        edit.replace_uses(views)
         for node in views:
             _erase(node)
         if launches:
@@ -81,7 +73,7 @@ class BucketReductions:
 
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
-    """Launches in their order, each after the wait for the stage before it, which is not needed earlier."""
+    """Launches in their order, each right after the wait for the stage before it."""
     return [node for launch in launches for node in (*waits_before(launch), launch)]
 
 
@@ -104,11 +96,7 @@ def nan_check_is_on() -> bool:
 
 
 def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]) -> dict[int, dict[int, GradReduction]]:
-    """The reductions of a graph by replica and index.
-
-    Raises:
-        InvalidGraphError: one is not planned, or a gradient is reduced twice.
-    """
+    """The reductions of a graph by replica and index; an error if one is not planned, or there twice."""
     names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
     found: dict[int, dict[int, GradReduction]] = {}
     for reduction in reductions:
@@ -125,8 +113,7 @@ def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan])
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A member of a bucket: its number there, and the reduction that it replaces."""
 
     number: int
@@ -135,11 +122,7 @@ class Part:
 
 
 def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Part]:
-    """The members of a bucket, with their reductions by index.
-
-    Raises:
-        InvalidGraphError: there is none, or it reduces another kind of tensor.
-    """
+    """The members of a bucket with their reductions; an error if one is missing or of another kind of tensor."""
     parts: list[Part] = []
     for number, member in enumerate(bucket.members):
         gradient, reduction = member.gradient, reductions.get(member.gradient.index)
@@ -154,29 +137,14 @@ def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Pa
     return parts
 
 
-def reduced_by(ops: GraphOps) -> dict[fx.Node, fx.Node]:
-    """What each reduction of a bucket becomes; where ranks keep parts, the part that has it."""
-    reduced = finished(reduce_bucket(ops.bucket, ops))
-    is_scattered = ops.bucket.key.reduction.is_scattered
-    return {part.reduction.node: reduced if is_scattered else ops.view_back(reduced, part) for part in ops.parts}
-
-
 @dataclass(slots=True)
 class GraphOps:
-    """Puts into a graph what `reduce_bucket` asks for.
-
-    Args:
-        before: where.
-        states: of the hook of these gradients; `remembered`: the new value of each of its tensors.
-        place: of its memory.
-    """
+    """Puts into a graph, in front of a node, what `reduce_bucket` asks for. `place`: of the bucket's memory."""
 
     graph: fx.Graph
     before: fx.Node
     bucket: Bucket
     parts: list[Part]
-    states: Mapping[tuple[int, int], StateInGraph]
-    remembered: dict[fx.Node, fx.Node]
     place: MemoryPlace
     zero_gaps: bool
     launches: list[fx.Node] = field(default_factory=list)
@@ -203,28 +171,15 @@ class GraphOps:
         return self.make(aten.as_strided.default, flat, shape, list(promised), members=member)
 
     def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
-        states = [self.states.get((part.reduction.replica, part.reduction.index)) for part in self.parts]
-        state = [tensor for each in states if each is not None for tensor in each.tensors]
-        names = ["" if each is None else ",".join(each.names) for each in states]
-        gradients = [part.reduction.grad for part in self.parts]
-        group = self.parts[0].member.gradient.key.reduction.stages[0].group
-        step = self.make(HOOK_STEP, gradients, state, list(received), names, hook, group, self.unit)
+        gradients, group = [part.reduction.grad for part in self.parts], self.bucket.key.reduction.stages[0].group
+        step = self.make(HOOK_STEP, gradients, list(received), hook, group, self.place.replica, self.place.number)
         return [self.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
-
-    def keep(self, state: Sequence[fx.Node]) -> None:
-        new = iter(state)
-        for part in self.parts:
-            known = self.states.get((part.reduction.replica, part.reduction.index))
-            for position, _ in enumerate(() if known is None else known.names):
-                value = next(new)
-                if known is not None and position in known.items:
-                    self.remembered[known.items[position]] = value
 
     def factors(self, reduction: Reduction) -> tuple[float | fx.Node, float | fx.Node]:
         given = self.parts[0].reduction.factors
         if len(given) != reduction.given:
             raise InvalidGraphError(
-                f"the reduction of {self.parts[0].member.label} is given {len(given)} factors, the plan says "
+                f"the reduction of {self.parts[0].member.gradient.name} is given {len(given)} factors, the plan says "
                 f"{reduction.given}"
             )
         scale = given[0] if reduction.given > 0 else reduction.scale
@@ -313,15 +268,10 @@ def _same_layout(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int,
 # mm(a, b), addmm(c, a, b), bmm, baddbmm  ->  the same with alpha * scale (and beta * scale): no pass over the result
 # index_put(zeros, rows, values)          ->  index_put(zeros, rows, values * scale)
 
-_RESHAPES: Final = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-}
+_RESHAPES: Final = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.unsqueeze.default,
+)  # fmt: skip
 _CASTS: Final = (aten._to_copy.default, prims.convert_element_type.default)
 SCATTERED: Final[dict[Any, int]] = {
     aten.index_put.default: 2,
@@ -361,9 +311,8 @@ def stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> tu
 
 
 def before_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """What a node was cast from, if that has `dtype` and the cast lost nothing and has no other user.
-
-    A gradient that was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
+    """What a node was cast from, if that has `dtype` and the cast lost nothing and has no other user: a gradient that
+    was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
     """
     if not is_cast(node) or len(node.users) > 1:
         return node

@@ -1,14 +1,13 @@
 """When each gradient of a captured graph is ready, by the work of the nodes before it. Reads only.
 
-Collectives of the model's own, as those of tensor parallel, take their time there: what follows waits for them. It is
-not modelled that they and reductions of gradients slow each other down: tensor parallel is mostly inside a node, where
-a reduction between nodes takes other links.
+What follows a collective of the model's own, as of tensor parallel, waits for it. That it and reductions slow each
+other down is not modelled: tensor parallel is mostly inside a node, where a reduction between nodes takes other links.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,11 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.fx.memory import tensors_in
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
-
-aten = torch.ops.aten
 
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
@@ -35,10 +33,7 @@ Values = Mapping[fx.Node, Any]
 
 
 class Accumulation(NamedTuple):
-    """The node at which a captured graph accumulates a gradient, and the one that made the gradient.
-
-    `adds`: whether it is added to one that was there.
-    """
+    """Where a graph accumulates a gradient, and what made that. `adds`: whether it is added to one that was there."""
 
     node: fx.Node
     gradient: fx.Node
@@ -74,7 +69,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
 
 def _sending(node: fx.Node, values: Values) -> float:
     """What memory moves while a collective of the model is carried; nothing if it is not known what it carries."""
-    given, made = (list(_tensors(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
+    given, made = (list(tensors_in(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
     group = node.args[-1]
     if not given or not made or not isinstance(group, str):
         return 0.0
@@ -90,8 +85,8 @@ def _sending(node: fx.Node, values: Values) -> float:
 def _work(node: fx.Node, values: Values) -> float:
     if node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
         return 0.0  # the lists that these take and make hold other fake tensors for the same memory
-    outputs = list(_tensors(values.get(node)))
-    inputs = [tensor for each in node.all_input_nodes for tensor in _tensors(values.get(each))]
+    outputs = list(tensors_in(values.get(node)))
+    inputs = [tensor for each in node.all_input_nodes for tensor in tensors_in(values.get(each))]
     # What writes into an input counts as a view, too: rare.
     memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
     if all(StorageWeakRef(tensor.untyped_storage()) in memory for tensor in outputs):
@@ -103,15 +98,6 @@ def _work(node: fx.Node, values: Values) -> float:
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
     flops = float(formula(*args, **kwargs, out_val=values[node]))
     return max(nbytes, flops / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:  # a sparse one has no storage, and is refused later
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

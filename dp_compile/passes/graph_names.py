@@ -26,12 +26,9 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 
 
 def node_names(graph: fx.Graph, plans: Sequence[BucketPlan], inputs: Sequence[str | None]) -> dict[fx.Node, str]:
-    """Names for the nodes that have one.
+    """Names for the nodes that have one, at any stage: as Dynamo leaves a graph, or after the passes.
 
-    Args:
-        graph: at any stage, as Dynamo leaves it or after the passes.
-        plans: one for each replica in this backward.
-        inputs: the parameter that each input is, those in lists one by one; `None` for other tensors.
+    `inputs`: the parameter that each input is, those in lists one by one; `None` for other tensors.
     """
     names = {node: name for node, name in zip(_inputs(graph), inputs, strict=False) if name is not None}
 
@@ -53,11 +50,15 @@ def node_names(graph: fx.Graph, plans: Sequence[BucketPlan], inputs: Sequence[st
             unit = f"{replica}." * (len(plans) > 1) + str(number)
             if node.target is FLAT_BUCKET:
                 for member, source in zip(provenance.members, args[0], strict=True):
-                    gradient(source, replica, plans[replica].buckets[number].members[int(member)].label)
+                    gradient(source, replica, plans[replica].buckets[number].members[int(member)].gradient.name)
                 names[node] = f"bucket {unit}"
             elif is_launch(node.target) or is_wait(node):
-                launch = node if is_launch(node.target) else args[0]
-                names[node] = f"{'launch' if launch is node else 'wait'} {unit}{_stage_of(launch)}"
+                launch, stage = node if is_launch(node.target) else args[0], ""
+                if is_all_gather(launch):
+                    stage = " gather"
+                elif is_launch(launch.target) and waits_before(launch):
+                    stage = " between"
+                names[node] = f"{'launch' if launch is node else 'wait'} {unit}{stage}"
     return names
 
 
@@ -70,10 +71,3 @@ def _inputs(graph: fx.Graph) -> Iterator[fx.Node]:
             continue
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         yield from (items.get(position, node) for position in range(len(value)))
-
-
-def _stage_of(launch: fx.Node) -> str:
-    """Which stage of several a launch is; nothing for the first."""
-    if is_all_gather(launch):
-        return " gather"
-    return " between" if is_launch(launch.target) and waits_before(launch) else ""

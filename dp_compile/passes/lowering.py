@@ -1,8 +1,5 @@
 """How Inductor turns the op that fills a bucket into memory that producers write into.
 
-    flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
-                                                              offsets, each in its memory order
-
 The bucket is allocated before its members are computed: a matrix product gets its part of the bucket as `out=`,
 generated code stores there, the factor included. Nothing is copied but gradients whose kernel allocates its result
 itself, and those that other nodes read. Memory of large buckets is that of the last backward (`memory.py`).
@@ -17,9 +14,8 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -34,8 +30,7 @@ from dp_compile.passes.updates import UPDATE
 ir = inductor.ir
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """How compiled code fills the place of a member, by its position in the bucket `unit`."""
 
     unit: str
@@ -43,12 +38,11 @@ class Written:
     is_copied: bool
 
 
-Observer = Callable[[Written], None]
-_observer: ContextVar[Observer | None] = ContextVar("dp_compile_observer", default=None)
+_observer: ContextVar[Callable[[Written], None] | None] = ContextVar("dp_compile_observer", default=None)
 
 
 @contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observing(observer: Callable[[Written], None]) -> Iterator[None]:
     """Call `observer` with every member of every bucket that is lowered inside, in this thread."""
     token = _observer.set(observer)
     try:
@@ -70,7 +64,6 @@ def _lower(
     places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
     node = inductor.graph_being_lowered().current_node
     device, dtype = gradients[0].get_device(), dtype or gradients[0].get_dtype()
-    is_scaled = [factor is not None or scale != 1.0 for scale in scales]
     kept, memory = place_of(node), None
     layout = ir.FixedLayout(device, dtype, [numel], [1])
     if kept is not None:
@@ -79,20 +72,23 @@ def _lower(
         layout = ir.NonOwningLayout(ir.ReinterpretView(data=memory.data, layout=layout))
     bucket = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     storage = ir.StorageBox(bucket)
+    observer, provenance = _observer.get(), edit.provenance_of(node)
     for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
-        if place.numel:
-            layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
-            part = ir.ReinterpretView(data=storage, layout=layout)
-            own = _is_own(node, position, _storage_of(gradient))
-            cast = gradient.get_dtype() != dtype
-            if not is_scaled[position] and own and not cast and _can_be_moved(gradient, part):
-                gradient.data.data.layout = ir.NonOwningLayout(part)
-                bucket.inputs.append(gradient.data.data)
-                is_generated = isinstance(gradient.data.data, ir.ComputedBuffer)
-                _tell(node, position, is_copied=is_generated and _only_moves(gradient.data.data.data))
-            else:
-                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype, factor), part))
-                _tell(node, position, is_copied=_is_copied(_storage_of(gradient).data))
+        if not place.numel:
+            continue
+        layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
+        part = ir.ReinterpretView(data=storage, layout=layout)
+        is_scaled, cast = factor is not None or scale != 1.0, gradient.get_dtype() != dtype
+        own = _is_own(node, position, _storage_of(gradient))
+        if not is_scaled and own and not cast and _can_be_moved(gradient, part):
+            gradient.data.data.layout = ir.NonOwningLayout(part)
+            bucket.inputs.append(gradient.data.data)
+            is_copied = isinstance(gradient.data.data, ir.ComputedBuffer) and _only_moves(gradient.data.data.data)
+        else:
+            bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype, factor), part))
+            is_copied = _is_copied(_storage_of(gradient).data)
+        if observer is not None and provenance is not None:
+            observer(Written(provenance.unit, int(provenance.members[position]), is_copied))
     for offset, gap in gaps_of(places, numel) if zero_gaps else ():
         layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
         zeros = inductor.lower_zeros([gap], device, dtype)
@@ -197,11 +193,8 @@ def _is_copied(source: Any) -> bool:
 
 
 def _only_moves(computed: Any) -> bool:
-    """Whether generated code only moves a gradient from where it was computed.
-
-    A product that Inductor padded, as on a GPU, is larger than the gradient; rows of an embedding in half precision are
-    added up in float32.
-    """
+    """Whether generated code only moves a gradient from where it was computed, as out of a product that Inductor padded
+    on a GPU, or rows of an embedding in half precision, which are added up in float32."""
     count = computed.inner_fn_opcount() if isinstance(computed, ir.Pointwise) else None
     if count is None or len(count.read_buffers) != 1 or not set(count.used_ops) <= {"load", "to_dtype"}:
         return False
@@ -218,10 +211,10 @@ def _storage_of(value: Any) -> Any:
 
 
 def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
-    """Whether only the bucket reads the storage of a member, and only once.
+    """Whether only the bucket reads the storage of a member, and only once: the collective overwrites it.
 
-    The collective overwrites the bucket, so no other reader may find a gradient there. Operations may return their
-    input (an update in place, a change of nothing): those are followed back to what made the storage.
+    Operations may return their input (an update in place, a change of nothing): those are followed back to what made
+    the storage.
     """
     members = bucket.args[0]
     assert isinstance(members, Sequence)
@@ -234,16 +227,9 @@ def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
         if not isinstance(source, fx.Node):
             return False
         if node.target is operator.getitem and source in storage.data.origins:
-            return [user.args[1:] for user in source.users].count(
-                node.args[1:]
-            ) == 1  # one result of a kernel's several
+            same_result = [user.args[1:] == node.args[1:] for user in source.users]  # of a kernel with several
+            return sum(same_result) == 1
         if set(source.users) != {node}:
             return False
         node = source
     return True
-
-
-def _tell(node: fx.Node, position: int, *, is_copied: bool) -> None:
-    observer, provenance = _observer.get(), edit.provenance_of(node)
-    if observer is not None and provenance is not None:
-        observer(Written(provenance.unit, int(provenance.members[position]), is_copied))

@@ -1,13 +1,10 @@
 """The memory of buckets, and for which modules compiled code runs. Code holds neither: modules of one shape share it.
 
-    bucket_memory(replica, number, numel, dtype, device)  ->  one flat tensor, not initialised
-
 glibc returns blocks above 32 MiB to the system at once and maps them again page by page (`mallopt(3)`,
-`M_MMAP_THRESHOLD`). Where little is computed for each byte, as for an embedding, that takes longer than the backward
-itself: 122 MiB of rows took 60.2 ms of processor time a step, and take 5.3 (medians of 15 in turns, 2026-11-27). So on
-CPUs the op hands out the memory of the last backward again for such a bucket. It hands out new memory if
-any part of the old one is still referenced: a `.grad` that was kept keeps its values. Smaller blocks stay in the
-process, and on GPUs torch's allocator keeps all of them: there memory is used again only with
+`M_MMAP_THRESHOLD`). For an embedding, that takes longer than the backward itself: 122 MiB of rows took 60.2 ms of
+processor time a step, and take 5.3 (medians of 15 in turns, 2026-11-27). So on CPUs such a bucket gets the memory of
+the last backward again, unless any part of it is still referenced: a `.grad` that was kept keeps its values. Smaller
+blocks stay in the process, and on GPUs torch's allocator keeps all of them: there memory is used again only with
 `gradient_as_bucket_view=True`, for constant addresses.
 """
 
@@ -24,6 +21,7 @@ import torch
 from torch import fx
 
 from dp_compile._torch import storages
+from dp_compile.comm_hooks.functional import HookRun, State
 from dp_compile.plan.buckets import BucketPlan
 
 KEPT_FROM_NBYTES: Final = 32 * 2**20
@@ -32,8 +30,6 @@ KEPT_FROM_NBYTES: Final = 32 * 2**20
 PLACE: Final = "dp_compile_memory"
 """Where a node that makes a bucket has its `MemoryPlace`, in `meta`."""
 _LOOKS: Final = 20
-_PAUSE_S: Final = 50e-6
-"""Between two looks, so that the thread that holds the memory may run."""
 
 
 class MemoryPlace(NamedTuple):
@@ -105,30 +101,29 @@ def _becomes_free(kept: _Kept) -> bool:
             # Another process may read shared memory, which no count shows. Looked at last: a thread that shares a
             # tensor references it until then.
             return storage.nbytes() == kept.memory.nbytes and not storage.is_shared()
-        time.sleep(_PAUSE_S)
+        time.sleep(50e-6)  # so that the thread that holds the memory may run
     return False
 
 
 class Running:
     """Inside, compiled code of this thread runs for these modules, by their positions among those of a backward.
 
-    Args:
-        plans: by which they reduce.
-        memories: of their buckets.
-        optimizers: what updates their parameters, see `passes/updates.py`.
-
-    A class and no generator: every backward enters it.
+    Of each: the plan, the memory of its buckets, the optimizers that update its parameters (`passes/updates.py`), and
+    what its comm hook remembers, by the index of a gradient. A class and no generator: every backward enters it.
     """
 
-    __slots__ = ("_before", "memories", "optimizers", "plans")
+    __slots__ = ("_before", "hook_runs", "memories", "optimizers", "plans", "states")
 
     def __init__(
         self,
         plans: Sequence[BucketPlan] = (),
         memories: Sequence[BucketMemory] = (),
         optimizers: Sequence[Sequence[Any]] = (),
+        states: Sequence[Callable[[int], State]] = (),
     ) -> None:
-        self.plans, self.memories, self.optimizers = plans, memories, optimizers
+        self.plans, self.memories, self.optimizers, self.states = plans, memories, optimizers, states
+        self.hook_runs: dict[tuple[int, int], HookRun] = {}
+        """By module and bucket."""
 
     def __enter__(self) -> None:
         self._before, _thread.running = _thread.running, self
@@ -149,20 +144,21 @@ def running() -> Running:
     return _thread.running
 
 
+def _new(replica: int, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     memories = running().memories
     if replica < len(memories):
         return memories[replica].take(number, numel, dtype, device)
-    return torch.empty(numel, dtype=dtype, device=device)  # generated code that is run outside of a backward
+    return _new(replica, number, numel, dtype, device)  # generated code that is run outside of a backward
 
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("bucket_memory(int replica, int number, int numel, ScalarType dtype, Device device) -> Tensor")
 _library.impl("bucket_memory", _take, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "dp_compile::bucket_memory",
-    lambda replica, number, numel, dtype, device: torch.empty(numel, dtype=dtype, device=device),
-    lib=_library,
-)
+torch.library.register_fake("dp_compile::bucket_memory", _new, lib=_library)
 
 BUCKET_MEMORY = torch.ops.dp_compile.bucket_memory.default
+"""One flat tensor, not initialised."""

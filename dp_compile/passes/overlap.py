@@ -5,19 +5,16 @@
 Before a launch stands what it needs and what the launches before it need, nothing else. So no order with these launches
 has less before any of them. Each wait goes to just before its first use. Nothing here depends on an estimate of time.
 
-On two levels of network a launch may need the wait for the stage before it, at which compute stands still. It comes
-right before that launch, no sooner, and launches keep the order that the plan gave them (`launch_order`): a second
-stage stands where the next bucket's first one does, the last stages after all others.
-
-    launch 0   a   launch 1  (wait, second stage of 0)   b   launch 2  (wait, second stage of 1)  ...  last stages
+Of several stages a launch may need the wait for the stage before it, at which compute stands still. It comes right
+before that launch, and launches keep the order that the plan gave them (`plan.reduction.launch_order`).
 
 For a CPU, Inductor compiles one C++ function of what it generates between two calls of a library. A bias's gradient
 between the two products of a layer would be one by itself, so it moves after the second one, to the generated code
 there, unless a launch needs it before. The second product reads what it reads, so no tensor is held longer. 200
 layers of 32 take 12.7 ms of processor time a step, and took 13.6 (medians of 41 in turns, 2026-11-27).
 
-Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
-bound on the simulated peak only those sums and the collectives move; so it is if no launch would gain.
+Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past the
+simulated peak of torch's DDP only those sums and the collectives move; so it is if no launch would gain.
 """
 
 from __future__ import annotations
@@ -25,14 +22,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
-from dp_compile.fx.storages import storages_of, written_by
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import chain_of, waits_before
 from dp_compile.passes.memory import place_of
@@ -40,19 +36,11 @@ from dp_compile.passes.result import PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import format_bytes
 
-_SOON: Final = -1.0
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCollectives:
-    """Launch early, wait late, keep the order of the launches; compute first what the next launch needs.
+    """Launch early, wait late, keep the order of the launches; compute first what the next launch needs."""
 
-    Args:
-        memory_bound_nbytes: the simulated peak that moving compute must not exceed, over all tensors that the backward
-            reads or makes. `None`: the one of torch's DDP with `gradient_as_bucket_view=True` on the same graph.
-    """
-
-    memory_bound_nbytes: int | None = None
     name: ClassVar[str] = "schedule-collectives"
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
@@ -60,7 +48,6 @@ class ScheduleCollectives:
         if not launches:
             return PassResult()
         ddp_nbytes = _peak_of_ddp(graph, launches)
-        bound = ddp_nbytes if self.memory_bound_nbytes is None else self.memory_bound_nbytes
         ours, wish = _footprint(graph), _wishes(graph)
         order = edit.stable_order(graph, wish.__getitem__, chain=chain_of(launches))
         moved = _computing_first_what_is_needed_first(graph, launches, wish)
@@ -71,8 +58,8 @@ class ScheduleCollectives:
             if theirs:
                 reason = "it could change the order of the model's own collectives"
                 refusal = Refusal(theirs[0].name, f"compute does not move: {reason}")
-            elif wanted > bound:
-                reason = f"its simulated peak would be {format_bytes(wanted)}, the bound is {format_bytes(bound)}"
+            elif wanted > ddp_nbytes:
+                reason = f"its simulated peak would be {format_bytes(wanted)}, the bound is {format_bytes(ddp_nbytes)}"
                 refusal = Refusal(launches[0].name, f"compute does not move: {reason}")
             else:
                 order = moved
@@ -118,7 +105,7 @@ def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
             # Less than one place for all that follow each other: between the user and the node before it.
             wish[node] = min((wish[user] for user in node.users), default=wish[node]) - 0.5 / len(wish)
         elif _is_ours(node):
-            wish[node] = _SOON
+            wish[node] = -1.0
     return wish
 
 
@@ -180,19 +167,19 @@ def _footprint(graph: fx.Graph) -> memory.Footprint:
 
 def _makes_memory(node: fx.Node) -> bool:
     """Whether a call is no view of its inputs."""
-    return _memory_read(node).isdisjoint(storages_of(node))
+    return _memory_read(node).isdisjoint(memory.storages_of(node))
 
 
 def _memory_read(node: fx.Node) -> set[Any]:
-    return {storage for source in node.all_input_nodes for storage in storages_of(source)}
+    return {storage for source in node.all_input_nodes for storage in memory.storages_of(source)}
 
 
 def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     """The simulated peak of torch's DDP with `gradient_as_bucket_view=True`: the graph as it is given.
 
-    Its buckets are there from the start to the end. Each gradient is computed in other memory, copied into its
-    bucket, and freed. A `.grad` that exists is a view of a bucket. Source: torch `Reducer::initialize_buckets`,
-    `mark_variable_ready_dense` and `finalize_bucket_dense` (torch/csrc/distributed/c10d/reducer.cpp).
+    Its buckets are there all the time. Each gradient is computed in other memory, copied into its bucket, and freed. A
+    `.grad` that exists is a view of a bucket. Source: torch `Reducer::initialize_buckets`, `mark_variable_ready_dense`,
+    `finalize_bucket_dense` (torch/csrc/distributed/c10d/reducer.cpp).
     """
     # Of several stages the first one is given the bucket.
     buckets = {node for launch in launches if not waits_before(launch) for node in launch.all_input_nodes}
@@ -204,6 +191,7 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
             without.add(node)
             stack.extend(node.all_input_nodes if node.target is not FLAT_BUCKET else ())
     for node in graph.nodes:
-        if written_by(node) and any(source in without for source in node.all_input_nodes):
-            without |= {node, *written_by(node)}
+        written = memory.written_by(node)
+        if written and any(source in without for source in node.all_input_nodes):
+            without |= {node, *written}
     return nbytes + memory.footprint(graph, without=without).peak(graph.nodes)

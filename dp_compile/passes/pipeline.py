@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx.collectives import is_collective
-from dp_compile.fx.memory import hold
+from dp_compile.fx.memory import hold, viewed_by
 from dp_compile.passes.result import GraphPass, PassResult
 from dp_compile.passes.verify import Checks
 from dp_compile.plan.buckets import BucketPlan
@@ -66,3 +67,34 @@ class Pipeline(inductor.CustomGraphPass):
         """Changes with our sources, with all that passes are given, and with torch."""
         text = repr((inductor.source_hash(SOURCES), torch.__version__, self.passes, self.plans, self.held))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMemory:
+    """Copies what a backward returns twice, so that a write to one gradient, as clipping does, changes no other.
+
+    autograd copies a gradient that it returns for two parameters, and so does what compiled autograd traces. Inductor
+    removes these copies as operations that change nothing (`remove_noop_ops`, torch 2.13): the gradients of a weight
+    and of what is added to it became one tensor. A gradient that is reduced gets its own place in a bucket.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        output, taken, clone = graph.output_node(), set[fx.Node](), torch.ops.aten.clone.default
+
+        def own(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(own, value))
+            if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+                return value
+            root = value  # in whose memory it lies, by its calls: `meta` has other storages after copies were removed
+            while (viewed := viewed_by(root)) is not None:
+                root = viewed
+            if root not in taken:
+                taken.add(root)
+                return value
+            with graph.inserting_before(output):
+                copy = graph.call_function(clone, (value,))
+            copy.meta["val"] = clone(value.meta["val"])
+            return copy
+
+        output.args = own(output.args)

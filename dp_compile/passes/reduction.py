@@ -4,15 +4,13 @@
 
 `index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
 this backward. `factors`: those that the plan says are given when the code runs, each a number in a tensor, float64.
-The op says whose gradient it is and nothing else; the plan has the rest. It never runs: a pass replaces it with the
-nodes of its bucket.
+The op never runs: a pass replaces it with the nodes of its bucket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,9 +19,10 @@ import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import autograd, distributed
-from dp_compile.comm_hooks.functional import HOOK_STATE, HookRun, State, bucket_of
-from dp_compile.errors import InvalidGraphError
+from dp_compile.comm_hooks.functional import HookRun, State, bucket_of, fake_step
+from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.passes.bucket_ops import multiply_into
+from dp_compile.passes.memory import running
 from dp_compile.plan.buckets import Bucket, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 
@@ -42,17 +41,13 @@ class Ops(Protocol[TensorT]):
     def fill(
         self, scale: float | TensorT, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None
     ) -> TensorT:
-        """A flat tensor with the members of the bucket at their places, times `scale`.
+        """A flat tensor with the members of the bucket at their places, times `scale`, in `dtype` (`None`: theirs).
 
-        In `dtype`, if that is another one than the gradients'. `given`: what is put there for each member; `None`: its
-        gradient.
+        `given`: what is put there for each member; `None`: its gradient.
         """
 
     def step_of_hook(self, hook: str, received: Sequence[TensorT]) -> list[TensorT]:
-        """What a functional hook sends next, after these sums; at the end all that it returns (`HookRun.step`)."""
-
-    def keep(self, state: Sequence[TensorT]) -> None:
-        """What a hook remembers of the bucket's gradients from now on."""
+        """What a functional hook sends next, after these results; at the end the reduced gradients (`HookRun`)."""
 
     def launch(self, stage: Stage, tensor: TensorT) -> Any:
         """Start the collective of a stage."""
@@ -81,9 +76,7 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, Te
             launched = ops.launch(stage, sent)
             yield
             received.append(ops.wait(launched))
-        found = ops.step_of_hook(reduction.hook, received)
-        ops.keep(found[len(bucket.members) :])
-        return ops.fill(1.0, None, found[: len(bucket.members)])
+        return ops.fill(1.0, None, ops.step_of_hook(reduction.hook, received))
     scale, post_scale = ops.factors(reduction)
     tensor = ops.fill(scale, wire)
     for stage in reduction.stages:
@@ -103,7 +96,6 @@ def restored(bucket: Bucket, tensor: TensorT, post_scale: float | TensorT, ops: 
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a plan calls so."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -131,7 +123,7 @@ class EagerOps:
         launching: around the first launch; `waiting` around each wait.
         work: of the collective that was launched last.
         is_waited_for: the work is known to have ended.
-        state: for a functional hook: what it remembers of each member, by name.
+        state: for a functional hook: what it remembers of each member; `run`: the call of that hook.
         memory: allocates a bucket, of so many elements of a dtype; by default it is new.
         launches: the number of collectives launched.
         is_silent: nothing is launched, as a backward that failed on this rank has launched it. Its result is lost.
@@ -150,9 +142,7 @@ class EagerOps:
     launches: int = 0
     is_silent: bool = False
     filled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-    _kept: Sequence[torch.Tensor] = ()
-    """What the hook remembers from now on, in the order of `state`."""
-    _run: HookRun | None = None
+    run: HookRun | None = None
 
     def factors(self, reduction: Reduction) -> tuple[float, float]:
         return reduction.scale, reduction.post_scale
@@ -182,26 +172,10 @@ class EagerOps:
         return zip((member.gradient.index for member in self.bucket.members), parts, strict=True)
 
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self._run is None:
-            gradients = tuple(map(self._given, range(len(self.bucket.members))))
-            self._run = HookRun(hook, bucket_of(gradients, self.state, self.bucket.key.reduction.stages[0].group))
-        return self._run.step(received)
-
-    def keep(self, state: Sequence[torch.Tensor]) -> None:
-        self._kept = state
-
-    def remember(self, thrown_away: Container[int] = ()) -> None:
-        """Store what the hook remembers, once all buckets are reduced: of all of them, or of none.
-
-        Args:
-            thrown_away: the indices of gradients whose average no rank gets. What was in it is still to be sent.
-        """
-        kept = iter(self._kept)
-        with torch.no_grad():
-            for member, state in zip(self.bucket.members, self.state, strict=bool(self.state)):
-                for tensor, value in zip(state.values(), itertools.islice(kept, len(state)), strict=True):
-                    if member.gradient.index not in thrown_away:
-                        tensor.copy_(value)
+        if self.run is None:
+            gradients = list(map(self._given, range(len(self.bucket.members))))
+            self.run = HookRun(hook, bucket_of(gradients, self.state, self.bucket.key.reduction.stages[0].group))
+        return self.run.step(received)
 
     def _given(self, number: int) -> torch.Tensor:
         member, source = self.bucket.members[number], self.sources[number]
@@ -256,13 +230,12 @@ def _numel_of_result(stage: Stage, tensor: torch.Tensor) -> int:
 
 def launch_stage(stage: Stage, tensor: torch.Tensor) -> Launched:
     """Start the collective of a stage over a tensor, which it may write over."""
-    group = distributed.group_of_name(stage.group)
+    group, result = distributed.group_of_name(stage.group), tensor
+    if stage.op != ALL_REDUCE:
+        result = tensor.new_empty(_numel_of_result(stage, tensor))
     if stage.op == ALL_REDUCE:
         work = dist.all_reduce(tensor, op=REDUCE_OPS[stage.reduce_op], group=group, async_op=True)
-        assert work is not None
-        return Launched(tensor, work)
-    result = tensor.new_empty(_numel_of_result(stage, tensor))
-    if stage.op == ALL_GATHER:
+    elif stage.op == ALL_GATHER:
         work = distributed.all_gather(result, tensor, group=group, async_op=True)
     elif stage.op in (EXCHANGE, ALL_TO_ALL):
         work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
@@ -314,40 +287,13 @@ class GradReduction:
 
 
 def emit(grad: torch.Tensor, index: int, replica: int, *factors: torch.Tensor) -> torch.Tensor:
-    """Reduce one gradient. Returns a new tensor with the shape, dtype and strides of `grad`."""
+    """Reduce one gradient: a new tensor with the shape, dtype and strides of `grad`."""
     reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, *factors)
     return reduced
 
 
-@dataclass(frozen=True, slots=True)
-class StateInGraph:
-    """A node that stands for what a functional hook remembers of a gradient.
-
-    `names`: of the state's tensors; `tensors`: values before; `items`: by position, the nodes of their new values.
-    """
-
-    node: fx.Node
-    names: tuple[str, ...]
-    tensors: tuple[fx.Node, ...]
-    items: dict[int, fx.Node]
-
-
-def states_in(graph: fx.Graph) -> dict[tuple[int, int], StateInGraph]:
-    """By replica and index of the gradient."""
-    found: dict[tuple[int, int], StateInGraph] = {}
-    for node in graph.find_nodes(op="call_function", target=HOOK_STATE):
-        tensors, names, index, replica = node.args
-        items = {user.args[1]: user for user in node.users}
-        found[replica, index] = StateInGraph(node, tuple(names), tuple(tensors), items)
-    return found
-
-
 def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
-    """Every `reduce_grad` of a graph, in its order.
-
-    Raises:
-        InvalidGraphError: one has other arguments than `emit` gives it.
-    """
+    """Every `reduce_grad` of a graph, in its order; an error if one has other arguments than `emit` gives it."""
     found: list[GradReduction] = []
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         match node.args:
@@ -356,3 +302,51 @@ def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
             case _:
                 raise InvalidGraphError(f"{node.name} reduces no gradient of a module: {node.args}, {node.kwargs}")
     return tuple(found)
+
+
+# --- a functional hook in a graph ---------------------------------------------------------------------------------
+#
+#     hook_step(gradients, [])       -> what is sent     -> all_reduce -> wait
+#     hook_step(gradients, [sum])    -> reduced gradients
+#
+# Each step names all that the function has seen of the graph, so that none of it is overwritten before the last one.
+# What the hook remembers is no part of the graph: it is that of the modules for which code runs (`passes/memory.py`),
+# and the new one is stored once the backward has ended. A CUDA graph would replay kernels without all that.
+
+_library.define(
+    "hook_step(Tensor[] gradients, Tensor[] received, str hook, str group, int replica, int bucket) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+
+
+def _step_of_hook(
+    gradients: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    hook: str,
+    group: str,
+    replica: int,
+    bucket: int,
+) -> list[torch.Tensor]:
+    now = running()
+    if not received:
+        members = now.plans[replica].buckets[bucket].members
+        state = [now.states[replica](member.gradient.index) for member in members]
+        now.hook_runs[replica, bucket] = HookRun(hook, bucket_of(gradients, state, group))
+    run = now.hook_runs[replica, bucket]
+    if [each.data_ptr() for each in run.bucket.gradients] != [each.data_ptr() for each in gradients]:
+        raise ReductionError(
+            f"the compiler passes gradients to comm hook {hook} at other addresses than in its previous step. The "
+            "memory that the hook still reads may have been overwritten. Use "
+            'ReplicateConfig(backend="aot_eager") with this hook.'
+        )
+    return run.step(received)
+
+
+_library.impl("hook_step", _step_of_hook, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "dp_compile::hook_step",
+    lambda gradients, received, hook, group, replica, bucket: fake_step(gradients, received, hook, group),
+    lib=_library,
+)
+
+HOOK_STEP = torch.ops.dp_compile.hook_step.default

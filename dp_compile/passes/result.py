@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import fx
 
@@ -22,10 +22,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The simulated peak of a backward in bytes, and that of torch's DDP.
+    """The simulated peak of a backward in bytes, of all tensors that it reads or makes, and that of torch's DDP.
 
-    All tensors that the backward reads or makes, parameters included. DDP is the same graph in its own order with
-    `gradient_as_bucket_view=True`.
+    DDP is the same graph in its own order with `gradient_as_bucket_view=True`.
     """
 
     nbytes: int
@@ -35,13 +34,8 @@ class PeakMemory:
         return f"simulated peak memory: {format_bytes(self.nbytes)}, as torch's DDP {format_bytes(self.ddp_nbytes)}"
 
 
-@dataclass(frozen=True, slots=True)
-class PassResult:
-    """What came of a pass, or of all of them.
-
-    `memory`: of a backward in the order that the pass gave it. `collectives`: how many reductions the graph runs in the
-    end, without those of the model itself; `None` from a single pass.
-    """
+class PassResult(NamedTuple):
+    """What came of a pass, or of all of them, which count the `collectives` that reduce. `memory`: in the new order."""
 
     refusals: tuple[Refusal, ...] = ()
     memory: PeakMemory | None = None
@@ -51,11 +45,9 @@ class PassResult:
 class GraphPass(Protocol):
     """A frozen value whose fields are its options, with a pure call.
 
-    Valid graph in, valid graph out. No communication, no rank, no state.
-
-    A node with a provenance (`fx/edit.py`) belongs to communication: its `unit` is "replica.bucket", the positions of
-    the module in the backward and of the bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or
-    after a wait as late.
+    Valid graph in, valid graph out. No communication, no rank, no state. A node with a provenance (`fx/edit.py`)
+    belongs to communication: its `unit` is "replica.bucket", the positions of the module in the backward and of the
+    bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or after a wait as late.
     """
 
     name: ClassVar[str]

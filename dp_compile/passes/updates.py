@@ -3,19 +3,17 @@
     update_later([a, b], [reduced a, reduced b], ...)  ->  update_parameters([a, b, what lies in their memory], [...])
 
 Dynamo and AOTAutograd see the first, which changes nothing. Once the graph is final the pass puts the second in its
-place, which declares that it writes: all nodes that read the memory of a parameter then stand in front of it, for our
-own orders (`fx/edit.py`) and for Inductor's. An input that shares memory with a parameter, a saved transpose say, is
-written to as well: which ones do is known from the real inputs alone.
-
-The op runs the user's own optimizer on these parameters, so that a rank which updates them after its backward comes to
-the same bits.
+place, which declares that it writes: all nodes that read the memory of a parameter then come before it, in our own
+orders (`fx/edit.py`) and in Inductor's. Which inputs share memory with a parameter, a saved transpose say, is known
+from the real inputs alone. The op runs the user's own optimizer, so a rank that updates after its backward gets the
+same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -24,7 +22,7 @@ from torch.fx.node import has_side_effect
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.passes.memory import running
 from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import Bucket, BucketPlan
+from dp_compile.plan.buckets import BucketPlan
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _ARGUMENTS = "Tensor[] gradients, int[] indices, int replica, int optimizer, int bucket"
@@ -32,45 +30,8 @@ _library.define(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()")
 _library.define(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()")
 
 
-class Leaves(Protocol):
-    """Where updates of an optimizer are left for the next forward (`passes/crossing.py`)."""
-
-    def leave(
-        self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
-    ) -> None:
-        """Keep reductions that have been launched, to update these parameters before they are read.
-
-        `buckets`: with their numbers in the plan.
-        """
-
-
-class Sink(Protocol):
-    """Where reduced gradients go, other than to `.grad`."""
-
-    def apply(
-        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        """Update these parameters of its module now; `parameters` is what the graph has for them.
-
-        Where each rank gets a part of a bucket, each gradient is that part. No parameters: the backward does not have
-        all gradients of the bucket, or is not captured.
-        """
-
-
-class RunsUpdates(Sink, Protocol):
-    """What the ops ask of an optimizer."""
-
-    @property
-    def deferred(self) -> Leaves | None:
-        """`None`: it leaves nothing."""
-
-
-def updates_by(replica: int) -> tuple[BucketPlan, Sequence[RunsUpdates]]:
-    """By what code of this thread updates a module.
-
-    Raises:
-        InvalidGraphError: the code runs outside `Running`.
-    """
+def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
+    """By what code of this thread updates a module: its plan and its `Updates` (`engine/sinks.py`)."""
     now = running()
     if replica >= len(now.optimizers):
         raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
@@ -131,8 +92,7 @@ def read_update(node: fx.Node) -> Update:
 class PlaceUpdates:
     """Put the updates into a graph, after everything that reads the memory of their parameters.
 
-    Args:
-        shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
+    `shares`: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
     """
 
     shares: tuple[int, ...]
@@ -147,10 +107,7 @@ class PlaceUpdates:
         return PassResult()
 
     def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
-        """The parameters, then the other inputs that lie in their memory.
-
-        If the compiler has merged inputs it is not known what they share: all of them count.
-        """
+        """The parameters, then the other inputs that lie in their memory: all, if the compiler has merged inputs."""
         inputs = graph.find_nodes(op="placeholder")
         others = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
         if len(inputs) == len(self.shares):

@@ -17,8 +17,9 @@ from torch.fx.node import map_arg
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.fx.edit import provenance_of
+from dp_compile.fx.text import type_text
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.reduction import REDUCE_GRAD, reductions_in, states_in
+from dp_compile.passes.reduction import REDUCE_GRAD, reductions_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
 from dp_compile.plan.buckets import Bucket, BucketPlan
 
@@ -32,20 +33,11 @@ class Checks:
         self.collectives = {node: len(waits_of(node)) for node in graph.nodes if is_collective(node)}
         self.orders = _orders(graph)
         self.reductions = reductions_in(graph)
-        # By reduction, and by new state of a hook: replica and index of the gradient, and whether it is state.
-        whose = {each.node: (each.replica, each.index, False) for each in self.reductions}
-        whose |= {node: (*of, True) for of, state in states_in(graph).items() for node in state.items.values()}
+        whose = {each.node: (each.replica, each.index) for each in self.reductions}
         self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
 
     def run(self, graph: fx.Graph, *, after: str) -> None:
-        """Check a graph that the pass `after` has left.
-
-        Raises:
-            InvalidGraphError: a node is used before it is defined; a result of a new collective is not waited for
-                exactly once, an old one has lost or got a wait, those of a group stand in another order; an output has
-                another shape, dtype or stride; a bucket is filled or launched otherwise than its plan says; or a
-                reduced gradient is not read where it was read before. Names the pass, and the node or the gradient.
-        """
+        """Check a graph that the pass `after` has left; an error names that pass, and the node or the gradient."""
         try:
             graph.lint()
         except RuntimeError as error:
@@ -78,28 +70,25 @@ class Checks:
         for node in graph.nodes:
             if (by := provenance_of(node)) is not None:
                 nodes[by.unit].append(node)
-        wanted: dict[tuple[int, int, bool], tuple[str, tuple[str, ...]]] = {}
-        names: dict[tuple[int, int, bool], str] = {}
+        wanted: dict[tuple[int, int], tuple[str, str, tuple[str, ...]]] = {}
         for replica in sorted({each.replica for each in self.reductions}):
             for number, bucket in enumerate(self.plans[replica].buckets):
                 unit, is_scattered = f"{replica}.{number}", bucket.key.reduction.is_scattered
                 yield from _problems_of(bucket, nodes[unit])
                 for position, member in enumerate(bucket.members):
-                    for is_state in (False, True):
-                        of = replica, member.gradient.index, is_state
-                        wanted[of] = unit, () if is_state or is_scattered else (str(position),)
-                        names[of] = member.label
+                    members = () if is_scattered else (str(position),)
+                    wanted[replica, member.gradient.index] = member.gradient.name, unit, members
         found = {use: value for node in graph.nodes for use, value in _reads(node) if use in self.uses}
         for use, of in self.uses.items():
+            name, *planned = wanted[of]
             by = provenance_of(found[use]) if use in found else None
-            if by is None or (by.unit, by.members) != wanted.get(of):
-                name = names.get(of, f"index {of[1]}")
+            if by is None or [by.unit, by.members] != planned:
                 yield f"where reduced gradients go: {use[0]} no longer reads that of {name}"
 
 
 def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
     """A bucket is not filled once, or not launched once for each stage on the right group."""
-    ends = dict.fromkeys((bucket.members[0].label, bucket.members[-1].label))
+    ends = dict.fromkeys((bucket.members[0].gradient.name, bucket.members[-1].gradient.name))
     names = f"the reduction of the gradient of {' .. '.join(ends)}"
     filled = [(list(node.args[3]), node.args[4]) for node in nodes if node.target is FLAT_BUCKET]  # type: ignore[arg-type]
     planned = [member.offset for member in bucket.members], bucket.numel
@@ -112,13 +101,11 @@ def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
 
 def _outputs(graph: fx.Graph) -> list[str]:
     """Each returned tensor as text."""
-    return [_describe(node.meta.get("val")) for node in _nodes_in(graph.output_node().args[0])]
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} strides {list(value.stride())}"
-    return type(value).__name__
+    values = [node.meta.get("val") for node in _nodes_in(graph.output_node().args[0])]
+    return [
+        f"{type_text(each)} strides {list(each.stride())}" if isinstance(each, torch.Tensor) else type_text(each)
+        for each in values
+    ]
 
 
 def _orders(graph: fx.Graph) -> dict[str, list[fx.Node]]:

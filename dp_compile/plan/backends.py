@@ -11,8 +11,8 @@ from typing import Final
 class Backend:
     """What a backend can do with tensors on one type of device. The defaults are what any backend of torch can do.
 
-    A backend written in Python states it itself, by an attribute `dp_compile_backend` of its process group with such a
-    value; those of torch are known by their class (`_torch.distributed.backend_of`).
+    A backend written in Python states it by an attribute `dp_compile_backend` of its process group; those of torch are
+    known by their class (`_torch.distributed.backend_of`).
     """
 
     name: str  # for messages and records

@@ -43,9 +43,9 @@ class BucketKey(NamedTuple):
 class GradientSpec:
     """What a plan needs to know of one gradient.
 
-    `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
-    bucket keeps the parameter's memory order), `itemsize` the bytes of an element in a bucket, on the wire. `sent`: how
-    many bytes of it a comm hook sends in each of its rounds; empty: all of it, or unknown.
+    `index` is its position among the replicated parameters, `stride` that of the parameter (a bucket keeps its memory
+    order), `itemsize` the bytes of an element in a bucket, on the wire. `sent`: how many bytes of it a comm hook sends
+    in each of its rounds; empty: all of it, or unknown.
     """
 
     index: int
@@ -73,21 +73,8 @@ class Member:
     offset: int
 
     @property
-    def numel(self) -> int:
-        return self.gradient.numel
-
-    @property
-    def nbytes(self) -> int:
-        return self.gradient.nbytes
-
-    @property
-    def label(self) -> str:
-        return self.gradient.name
-
-    @property
     def loads(self) -> tuple[Load, ...]:
-        """What each stage of its reduction carries of it."""
-        return self.gradient.key.reduction.loads(self.nbytes, self.gradient.sent)
+        return self.gradient.key.reduction.loads(self.gradient.nbytes, self.gradient.sent)
 
 
 @dataclass(frozen=True)
@@ -101,20 +88,20 @@ class Bucket:
     def numel(self) -> int:
         """Its elements: with the gaps between members, and what makes it divide evenly into parts."""
         multiple_of = self.key.reduction.multiple_of
-        return -(-max(member.offset + member.numel for member in self.members) // multiple_of) * multiple_of
+        return -(-max(member.offset + member.gradient.numel for member in self.members) // multiple_of) * multiple_of
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients."""
-        return sum(member.nbytes for member in self.members)
+        return sum(member.gradient.nbytes for member in self.members)
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes that are reduced although no gradient lies there."""
-        return (self.numel - sum(member.numel for member in self.members)) * self.members[0].gradient.itemsize
+        return (self.numel - sum(member.gradient.numel for member in self.members)) * self.members[0].gradient.itemsize
 
     def __str__(self) -> str:
-        names = [member.label for member in self.members]
+        names = [member.gradient.name for member in self.members]
         gradients = [name for name in names if name != UNUSED_FLAGS]
         span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
         flags = " + flags" if gradients and len(gradients) < len(names) else ""
@@ -130,7 +117,7 @@ class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
     `keeps_memory`: whether the memory of buckets is used again in the next backward; `None`: where it pays, see
-    `passes/memory.py`. Ranks need not agree on that, and `to_dict` leaves it out.
+    `passes/memory.py`. Ranks need not agree on that: `to_dict` leaves it out.
     """
 
     buckets: tuple[Bucket, ...]
@@ -151,14 +138,12 @@ class BucketPlan:
         return next(each for each in reversed(self.gradients) if each.name == UNUSED_FLAGS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. Names of groups are left out: they differ between ranks."""
+        """Plain data for JSON, without the names of groups."""
         buckets = [asdict(bucket) for bucket in self.buckets]
         for bucket, data in zip(self.buckets, buckets, strict=True):
-            data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.without_groups().to_dict()}
+            data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.to_dict()}
             for member in data["members"]:
                 del member["gradient"]["key"]
-                if not member["gradient"]["sent"]:
-                    del member["gradient"]["sent"]
         return {"version": PLAN_VERSION, "buckets": buckets}
 
     @staticmethod
@@ -187,12 +172,11 @@ class BucketPlan:
         now = {gradient.index: gradient for gradient in gradients}
         buckets = []
         for bucket in self.buckets:
-            specs = [
-                replace(each.gradient, key=now[each.gradient.index].key, sent=now[each.gradient.index].sent)
-                for each in bucket.members
-            ]
-            members = [replace(each, gradient=spec) for each, spec in zip(bucket.members, specs, strict=True)]
-            buckets.append(replace(bucket, key=specs[0].key, members=tuple(members)))
+            members = []
+            for member in bucket.members:
+                new = now[member.gradient.index]
+                members.append(replace(member, gradient=replace(member.gradient, key=new.key, sent=new.sent)))
+            buckets.append(Bucket(members[0].gradient.key, tuple(members)))
         return replace(self, buckets=tuple(buckets))
 
     def given_reductions(self) -> tuple[Reduction, ...]:
@@ -221,11 +205,10 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How members lie in their buckets.
+    """How members lie in their buckets: each starts at a multiple of `alignment_bytes`; one that is smaller than that,
+    at a multiple of its size rounded up to a power of two, so that small gradients are not mostly padding.
 
-    A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its size
-    rounded up to a power of two, so that small gradients are not mostly padding. A Python hook finds no padding: hooks
-    of torch's DDP cut the buffer by the sizes of its gradients.
+    A Python hook finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
     """
 
     alignment_bytes: int
@@ -287,12 +270,10 @@ def partition_by_size(
 def plan_buckets(
     gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float, layout: Layout = PACKED
 ) -> BucketPlan:
-    """Fill buckets in the given order and close each when it has reached its cap, as torch's DDP does.
+    """Fill buckets in the given order, in which gradients are expected to become ready, and close each when it has
+    reached its cap, as torch's DDP does. Buckets are launched in the order of their last members.
 
-    Buckets are launched in the order in which their last member becomes ready. The flags go with the gradient before
-    them: they never cost a collective.
-
-    `gradients` are in the order in which they are expected to become ready. Padding does not count towards the caps,
+    The flags go with the gradient before them: they never cost a collective. Padding does not count towards the caps,
     which are in MiB; the first one is for the first bucket of each key.
     """
     flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]

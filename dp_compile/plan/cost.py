@@ -21,9 +21,7 @@ from dp_compile.plan.reduction import BETWEEN, INSIDE
 
 
 def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
-    """Raises:
-    ConfigError: `value` is not a finite number above zero (or zero, if that is allowed).
-    """
+    """An error unless `value` is a finite number above zero (or zero, if that is allowed)."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     is_allowed = is_number and (value > 0 or (zero_allowed and value == 0))  # type: ignore[operator]
     require(is_allowed, name, f"a finite number {'>=' if zero_allowed else '>'} 0", value)
@@ -91,10 +89,11 @@ def ring(n: int) -> int:
 
 
 def ring_or_tree(n: int) -> int:
-    """As libraries choose by the size: the tree where latency counts, the ring where bytes do.
+    """As libraries choose by the size: the tree where latency counts, the ring where bytes do. A line that is below
+    both, most where they meet, and that no rank more makes faster.
 
-    A line that is below both, most where they meet, and that no rank more makes faster. Source of the tree: Sanders,
-    Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
+    Source of the tree: Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan,
+    2009.
     """
     return 2 * (n - 1).bit_length()
 
@@ -117,10 +116,7 @@ class Link:
     busbw_gb_s: float
 
     def cost(self, n_ranks: int, *, formula: Formula = ring, launch_us: float = LAUNCH_US) -> AllReduceCost:
-        """What an all-reduce over `n_ranks` costs when every hop is this link.
-
-        `launch_us` is paid once a collective.
-        """
+        """What an all-reduce over `n_ranks` costs when every hop is this link."""
         hop_s, busbw = self.alpha_us * 1e-6, self.busbw_gb_s * 1e9
         return line(formula, n_ranks, launch_s=launch_us * 1e-6, hop_s=hop_s, busbw=busbw)
 
@@ -139,30 +135,22 @@ tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
 
 
 def link(name: str) -> Link:
-    """A preset by its name.
-
-    Raises:
-        ConfigError: there is no such preset.
-    """
+    """A preset by its name."""
     presets = {preset.name: preset for preset in LINKS}
     require(name in presets, "link", f"one of {', '.join(presets)}", name)
     return presets[name]
 
 
 def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
-    """The cost of an all-reduce over all ranks, with what it costs on each of two levels of network.
-
-    `whole`: on one level. Every hop is the link `inside` a node, or `between` nodes, of which each rank has one.
+    """`whole`, the cost of an all-reduce over all ranks on one level, with what it costs on each of two levels: every
+    hop is the link `inside` a node, or `between` nodes, of which each rank has one.
     """
     twice_us = 2 * LAUNCH_US  # a reduce-scatter, and later an all-gather
     return replace(whole, inside=inside.cost(ranks_inside, launch_us=twice_us), between=between.cost(nodes))
 
 
-RANKS_OF_A_NODE: Final = 8
-
-
 def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
-    """What to plan with before anything was measured: the backend's nominal links.
+    """What to plan with before anything was measured: the backend's nominal links, up to eight ranks those of a node.
 
     `ranks_inside`: of a node, where the network has two levels.
     """
@@ -171,7 +159,7 @@ def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = N
     if ranks_inside is not None:
         whole = between.cost(world_size, formula=formula)
         return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
-    return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=formula)
+    return (inside if world_size <= 8 else between).cost(world_size, formula=formula)
 
 
 # --- from measurements ----------------------------------------------------------------------------------------------
@@ -197,7 +185,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     programme whose optimum is a vertex).
 
     Raises:
-        TimesDoNotGrow: a `ConfigError`: no line with a slope fits better than a constant.
+        TimesDoNotGrow: no line with a slope fits better than a constant.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:

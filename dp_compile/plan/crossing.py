@@ -22,8 +22,7 @@ from typing import Final, NamedTuple
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import legs_of
-from dp_compile.plan.planner import PlanResult
-from dp_compile.plan.ready_times import ReadyTimes, backward_seconds
+from dp_compile.plan.planner import PlanResult, ReadyTimes, backward_seconds
 from dp_compile.plan.words import BYTES_PER_MB
 
 FORWARD_SHARE: Final = 0.5

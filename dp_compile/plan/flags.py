@@ -10,9 +10,8 @@
 Only zero and not zero are distinguished, so the elements survive averaging over any number of ranks in float64,
 float32 and bfloat16, in float16 as far as `Averaging.reduction` allows it (`MOST_IN_FLOAT16`). No lossy codec carries
 them. A bit that is not zero together with its complement means that ranks sent different numbers: they reduced
-different modules. So for the last two: sharpness-aware minimisation moves parameters on every rank, and what only some
-ranks do makes them differ. A rank that left out a step, as it raised after the other ranks had the gradients, sends the
-same.
+different modules. So for the last two: sharpness-aware minimisation moves parameters on every rank; what only some do
+makes them differ. A rank that left out a step, as it raised after the others had the gradients, sends the same.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ FAILED: Final = (*[1.0] * (2 * NUMBER_BITS), 0.0, 0.0, 0.0)
 def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
     """The elements that follow those of the parameters.
 
-    `module`: a name of the module that is the same on every rank, and that no other module of the group has. `stepped`,
-    `moved`: whether this rank changed parameters, as the table says.
+    `module`: its name on every rank, of no other module of the group. `stepped`, `moved`: whether this rank changed
+    parameters, as the table says.
     """
     number = zlib.crc32(module.encode())
     bits = [number >> place & 1 for place in range(NUMBER_BITS)]

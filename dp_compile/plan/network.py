@@ -24,10 +24,9 @@ from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE, Load, is_handed_ba
 
 @dataclass(frozen=True, slots=True)
 class ReadyGradient:
-    """A gradient at its place in launch order.
+    """A gradient at its place in launch order, ready on the compute stream without communication at `ready_s`.
 
-    `ready_s`: when it is ready on the compute stream without communication. `loads`: what each stage of its reduction
-    carries of it; without them an all-reduce of all its bytes.
+    `loads`: what each stage of its reduction carries of it; without them an all-reduce of all its bytes.
     """
 
     nbytes: int
@@ -61,9 +60,8 @@ class Job(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """When a link carries a stage, in seconds after the start of the backward.
-
-    `waited_s`: how long compute stands still for it, after the backward too.
+    """When a link carries a stage, in seconds after the start of the backward, and how long compute stands still for
+    it, after the backward too: `waited_s`.
     """
 
     link: str
@@ -83,9 +81,8 @@ class Launch(NamedTuple):
 
 
 def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg, ...]:
-    """What a reduction costs: the stages of a bucket, from what each carries of each of its members.
-
-    A stage of two phases takes as long as an all-reduce of its bytes on its link, one of one phase half of that.
+    """The stages of a bucket, from what each carries of each of its members. One of two phases takes as long as an
+    all-reduce of its bytes on its link, one of one phase half of that.
     """
     return tuple(
         Leg(stage[0].link, stage[0].phases / 2 * cost.on(stage[0].link).seconds(sum(load.nbytes for load in stage)))
@@ -94,7 +91,7 @@ def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg
 
 
 def links_of(loads: Iterable[Sequence[Load]]) -> tuple[str, ...]:
-    """The links that carry one stage at a time: one, or two on two levels of network."""
+    """The links that carry one stage at a time."""
     return (INSIDE, BETWEEN) if any(load.link != WHOLE for each in loads for load in each) else (WHOLE,)
 
 
@@ -113,9 +110,8 @@ def jobs_of(gradients: Sequence[ReadyGradient], partition: Partition, cost: AllR
 
 
 def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> Iterator[Launch]:
-    """What the network does, if it is `slower` times as slow as the jobs say.
-
-    `backward_s`: how long the backward computes, at least until the last job may start.
+    """What the network does, if it is `slower` times as slow as the jobs say. The backward computes for `backward_s`,
+    at least until the last job may start.
     """
     free = dict.fromkeys((INSIDE, BETWEEN), 0.0)
     ready = [job.ready_s for job in jobs]

@@ -1,4 +1,4 @@
-"""How gradients are put into buckets, in launch order. Pure numbers.
+"""When gradients become ready, and how they are put into buckets, in launch order. Pure numbers.
 
 | a bucket ends                                                              | function          | asked for by    |
 |----------------------------------------------------------------------------|-------------------|-----------------|
@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, groupby, pairwise, product
-from typing import Final
+from typing import Final, NamedTuple
 
 from dp_compile.plan.buckets import (
     UNUSED_FLAGS,
@@ -29,16 +30,11 @@ from dp_compile.plan.buckets import (
     plan_buckets,
 )
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.network import (
-    ReadyGradient,
-    finish_time,
-    jobs_of,
-    release_time_bound,
-    release_times,
-    weights_of,
-)
-from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
+from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound, release_times, weights_of
 from dp_compile.plan.words import BYTES_PER_MB
+
+ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
+ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
 
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 """How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
@@ -58,12 +54,64 @@ SLACK: Final = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
+class ReadyTimes:
+    """When each gradient is ready, as a share of the backward without the reductions of gradients.
+
+    `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s`: the length of that
+    backward in seconds, if it is known.
+    """
+
+    shares: Mapping[int, float]
+    backward_s: float | None
+    basis: str
+
+    def of(self, gradient: GradientSpec) -> float:
+        return self.shares.get(gradient.index, 1.0)
+
+    def to_json(self) -> str:
+        return json.dumps({"shares": list(self.shares.items()), "backward_s": self.backward_s, "basis": self.basis})
+
+    @staticmethod
+    def from_json(text: str) -> ReadyTimes:
+        """What `to_json` wrote; the same floats on every machine."""
+        data = json.loads(text)
+        return ReadyTimes(dict(data["shares"]), data["backward_s"], data["basis"])
+
+
+def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
+    """From the parameters alone, in the given order: work is as the elements of everything but vectors. Exact for dense
+    layers, which take 4 FLOPs for each token and element.
+    """
+    work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
+    total = sum(work) or 1
+    shares = {gradient.index: done / total for gradient, done in zip(gradients, accumulate(work), strict=True)}
+    return ReadyTimes(shares, None, ASSUMED)
+
+
+def backward_seconds(members: Iterable[Member], times: ReadyTimes, cost: AllReduceCost) -> float:
+    """How long the backward computes: as believed, else as long as the gradients take on the network."""
+    if times.backward_s is not None:
+        return times.backward_s
+    return sum(weights_of(member.loads, cost)[1] for member in members)
+
+
+def ready_gradients(members: Iterable[Member], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
+    """Members at their times, for the network."""
+    return [
+        ReadyGradient(each.gradient.nbytes, backward_s * times.of(each.gradient), each.gradient.key, loads=each.loads)
+        for each in members
+    ]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """What a plan was predicted to reach when it was made, in seconds after the start of the backward.
 
-    `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
-    the largest makespan over bound in `ERROR_BAND`. `crosses`: reductions may end under the next forward, which is in
-    makespan and bound.
+    `bound_s`: no partition can be earlier. `worst_ratio`: the largest makespan over bound in `ERROR_BAND`. `crosses`:
+    reductions may end under the next forward, which is in makespan and bound.
     """
 
     cost: AllReduceCost
@@ -88,13 +136,12 @@ class Certificate:
 def percent_above(ratio: float) -> str:
     """A ratio to the best there can be, for people: `28% above`; of 1 `less than 0.1% above`."""
     above = ratio - 1
-    return (
-        "less than 0.1% above" if above < 0.0005 else f"{above:.1%} above" if above < 0.0995 else f"{above:.0%} above"
-    )
+    if above < 0.0005:
+        return "less than 0.1% above"
+    return f"{above:.1%} above" if above < 0.0995 else f"{above:.0%} above"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanResult:
+class PlanResult(NamedTuple):
     """A plan, and what it was predicted to reach if it was made from a cost."""
 
     plan: BucketPlan
@@ -108,9 +155,9 @@ def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout)
 
 
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> PlanResult:
-    """One bucket, for each key, for each stretch of gradients of one unit.
+    """One bucket, for each key, for each stretch of gradients, in launch order, of one unit.
 
-    `gradients` are in launch order; `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
+    `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
     """
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
     units[UNUSED_FLAGS] = list(units.values())[-1]
@@ -130,17 +177,15 @@ def plan_optimal(
 ) -> PlanResult:
     """The partition that is best in the worst case: over speeds off by 0.5x to 2x.
 
-    The plan must be the same on every rank, so all of them pass the same times. A backward whose length is not known
-    is taken to be as long as the communication: the case in which the buckets matter most.
-
-    `gradients` may be in any order; equally ready ones are launched in it.
+    All ranks pass the same times, so they get the same plan. A backward whose length is not known is taken to be as
+    long as the communication: the case in which the buckets matter most. `gradients` may be in any order; equally ready
+    ones are launched in it.
     """
     ordered = sorted(gradients, key=times.of)
     members = [Member(gradient, 0) for gradient in ordered]  # where they lie does not count
     backward_s = backward_seconds(members, times, cost)
-    partition, certificate = robust_partition(
-        ready_gradients(members, times, backward_s), cost=cost, backward_s=backward_s
-    )
+    ready = ready_gradients(members, times, backward_s)
+    partition, certificate = robust_partition(ready, cost=cost, backward_s=backward_s)
     buckets = [layout.bucket([ordered[position] for position in bucket]) for bucket in partition]
     return PlanResult(BucketPlan(tuple(buckets)), certificate)
 
@@ -152,12 +197,10 @@ def robust_partition(
     gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float
 ) -> tuple[Partition, Certificate]:
     """Of the earliest partitions for each speed in `ERROR_BAND`, of fixed caps, and of these with buckets joined: the
-    one with the least worst ratio; of equal ones the fewest buckets.
+    one with the least worst ratio; of equal ones the fewest buckets. `gradients` are in launch order.
 
     The price: where latency matters most, it ends some percent later than the earliest if the belief was right
     (tests/plan/robust_table.py).
-
-    `gradients` are in launch order; `backward_s`: how long the backward takes without communication.
     """
     bounds = _bounds(gradients, cost, backward_s)
 
@@ -244,9 +287,8 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
 def _joined(
     gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost, deadlines_s: Sequence[float]
 ) -> Partition:
-    """Each bucket joined with the next one of its key, from the first on, as long as all end by the deadline of each
-    speed. Several stages count as one.
-    """
+    """Each bucket joined with the next one of its key, as long as all end by the deadline of each speed. Several stages
+    count as one."""
     released, buckets = release_times(gradients), list(partition)
     seconds = [job.seconds for job in jobs_of(gradients, partition, cost)]
     after = list(accumulate(reversed(seconds), initial=0.0))  # by how many buckets that is

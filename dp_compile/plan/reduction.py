@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import Backend
 
 MOST_IN_FLOAT16: Final = 1e6  # float16 ends at 6e-8
 # float32 and bfloat16 end at 1e-38 and 3e38: a factor that is infinite there makes NaN of zeros.
-LEAST_FACTOR: Final = 1e-30
-MOST_FACTOR: Final = 1e30
+LEAST_FACTOR, MOST_FACTOR = 1e-30, 1e30
 
 ALL_REDUCE: Final = "all_reduce"
 REDUCE_SCATTER: Final = "reduce_scatter"
@@ -50,9 +49,9 @@ class Stage(NamedTuple):
     """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`; or `exchange`: an all-to-all after
     which each rank adds up what it got, which is a reduce-scatter for backends whose reduce-scatter saves no bytes.
 
-    `group`: the name of the process group; `reduce_op`: `sum` or `avg`, empty where nothing is added up. `parts`:
-    into how many equal parts a tensor is cut, each for one rank of the group, or of how many it is put together.
-    `link`: which network its group is on: the `whole` one, or of two levels that `inside` a node or `between` nodes.
+    `reduce_op`: `sum` or `avg`, empty where nothing is added up. `parts`: into how many equal parts a tensor is cut,
+    each for one rank of the group, or of how many it is put together. `link`: which network its group is on: the
+    `whole` one, or of two levels that `inside` a node or `between` nodes.
     """
 
     op: str
@@ -68,19 +67,10 @@ class Stage(NamedTuple):
         return numel * self.parts if self.op == ALL_GATHER else numel
 
 
-class OnLink(Protocol):
-    """A stage, or its cost."""
-
-    @property
-    def link(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Two levels of network: the names of this rank's group `inside` its node and of the one `between` nodes.
-
-    `ranks`: of all nodes, those of a node in a row.
-    """
+    """Two levels of network: names of this rank's groups `inside` its node and `between` nodes, and all ranks by
+    node."""
 
     inside: str
     between: str
@@ -105,10 +95,9 @@ class Reduction:
     `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
 
     `wire`: name of a floating dtype; `None`: the gradient's. `hook`: key of a functional comm hook, which computes the
-    inputs of each stage and the reduced gradients from the whole bucket; nothing is scaled or cast for it. `CALLED`: a
-    Python hook, which launches its collectives itself: the stage is what a cost assumes. `given`: how many of the two
-    factors compiled code takes as arguments, the first one first; the others are constants, which the kernel that
-    computes a gradient may apply.
+    inputs of each stage and the reduced gradients; nothing is scaled or cast for it. `CALLED`: a Python hook, which
+    launches its collectives itself: the stage is what a cost assumes. `given`: how many of the two factors compiled
+    code takes as arguments; the others are constants, which the kernel that computes a gradient may apply.
     """
 
     stages: tuple[Stage, ...]
@@ -120,7 +109,6 @@ class Reduction:
 
     @property
     def given_factors(self) -> tuple[float, ...]:
-        """Those that compiled code takes as arguments."""
         return (self.scale, self.post_scale)[: self.given]
 
     def for_code(self) -> Reduction:
@@ -151,9 +139,8 @@ class Reduction:
 
     @property
     def multiple_of(self) -> int:
-        """What the elements of a tensor are a multiple of: then each part starts at 16 bytes in any dtype.
-
-        NCCL takes longer for parts that do not (pytorch#195450). A hook cuts what it sends itself.
+        """Of elements, for a tensor whose parts start at 16 bytes in any dtype: with others NCCL takes longer
+        (pytorch#195450). A hook cuts what it sends itself.
         """
         return 1 if self.parts == 1 or self.hook is not None else 16 * self.parts
 
@@ -179,19 +166,9 @@ class Reduction:
         parts = f", cut over {self.parts} ranks" if self.is_scattered else ""
         return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels + parts
 
-    def without_groups(self) -> Reduction:
-        """Names of groups are a rank's own affair."""
-        return replace(self, stages=tuple(stage._replace(group="") for stage in self.stages))
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain data without defaults."""
-        usual = {"post_scale": 1.0, "wire": None, "hook": None, "given": 0, "parts": 1, "link": WHOLE}
-
-        def rare(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-            return {name: value for name, value in fields if name not in usual or usual[name] != value}
-
-        fields = ((name, getattr(self, name)) for name in ("scale", "post_scale", "wire", "hook", "given"))
-        return {"stages": [rare(stage._asdict().items()) for stage in self.stages], **rare(fields)}
+        """Plain data. Names of groups are left out: they differ between ranks."""
+        return asdict(self) | {"stages": [stage._replace(group="")._asdict() for stage in self.stages]}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Reduction:
@@ -200,10 +177,8 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How the gradients of a module are averaged, in any dtype.
-
-    Each contribution is divided by all of the divisor before it is added, or in a collective that averages; in float16
-    by a part of it, see `before_the_sum`.
+    """How the gradients of a module are averaged, in any dtype: divided by all of the divisor before they are added, or
+    in a collective that averages; in float16 by a part of it, see `before_the_sum`.
     """
 
     wire: str | None = None  # dtype in which they are added up; `None`: their own
@@ -221,10 +196,7 @@ class Averaging:
         """The reduction of gradients of one dtype over a group, by its `levels` if it has some.
 
         Factors are applied before and after all stages; in collectives that average, each stage divides by its ranks,
-        as FSDP2 does.
-
-        Raises:
-            ConfigError: a flag in the same bucket would be divided down to zero, or become NaN.
+        as FSDP2 does. An error if a flag in the same bucket would be divided down to zero, or become NaN.
         """
         if self.hook is not None:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
@@ -270,7 +242,7 @@ def stages_of(group: str, backend: Backend, levels: Levels | None, reduce_op: st
     return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
 
-def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int]]:
+def launch_order(buckets: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
     """In which order buckets launch their stages: a bucket and one of its stages, by number. The same on every rank.
 
     A stage waits for the one before it, and compute waits with it. So a second stage is launched one bucket later, when
@@ -281,7 +253,7 @@ def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int
         bucket 1           first          second                      last
         bucket 2                  first            second                   last
 
-    `buckets`: the stages of each, in launch order.
+    `buckets`: the stages of each, or their costs, in launch order.
     """
     for bucket in range(len(buckets)):
         yield bucket, 0
@@ -294,15 +266,15 @@ def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int
             yield bucket, len(stages) - 1
 
 
-def is_handed_back_at_the_end(stages: Sequence[OnLink]) -> bool:
+def is_handed_back_at_the_end(stages: Sequence[Any]) -> bool:
     """Whether the last stage of a bucket comes after the first ones of all: another link carries it."""
     return len(stages) > 1 and stages[-1].link != stages[-2].link
 
 
 def before_the_sum(divisor: float) -> float:
-    """The power of two by which float16 is divided before it is added up: near the square root of the whole.
+    """The power of two by which float16 is divided before it is added up: near the square root of the whole, so that
+    neither one large contribution nor the sum of many leaves its range.
 
-    Neither one large contribution nor the sum of many then leaves the range of float16.
     Source: FSDP, `_get_gradient_divide_factors` of torch's `fsdp/_fully_shard/_fsdp_collectives.py`.
     """
     power = 1.0

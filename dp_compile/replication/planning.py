@@ -9,8 +9,7 @@ from functools import partial
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout
-from dp_compile.plan.planner import PlanResult, plan_fixed, plan_optimal, plan_per_module
-from dp_compile.plan.ready_times import ReadyTimes, assumed_times
+from dp_compile.plan.planner import PlanResult, ReadyTimes, assumed_times, plan_fixed, plan_optimal, plan_per_module
 
 
 @dataclass(frozen=True, slots=True)

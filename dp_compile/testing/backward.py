@@ -201,7 +201,7 @@ def plan_text(plan: BucketPlan) -> str:
 
 
 def _span(bucket: Bucket) -> str:
-    labels = [member.label for member in bucket.members if member.gradient.name != UNUSED_FLAGS]
+    labels = [member.gradient.name for member in bucket.members if member.gradient.name != UNUSED_FLAGS]
     ends = dict.fromkeys((labels[0], labels[-1])) if labels else []
     flags = ["flags"] if len(labels) < len(bucket.members) else []
     return f"{count(len(labels), 'gradient')}: {' + '.join([' .. '.join(ends), *flags])}"

@@ -25,7 +25,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.status import RankStatus, write_status
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import ReadyTimes
 from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 

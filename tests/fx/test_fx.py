@@ -20,7 +20,7 @@ from dp_compile.fx.collectives import (
     ALL_REDUCE,
     WAIT,
 )
-from dp_compile.fx.storages import is_ordered, written_by
+from dp_compile.fx.memory import is_ordered, written_by
 
 ops = torch.ops._c10d_functional
 MADE_HERE = edit.Provenance("0")

@@ -166,7 +166,7 @@ def result_of(case: Case) -> dict[str, Any]:
         {
             "stages": [stage.op for stage in bucket.key.reduction.stages],
             "numels": list(bucket.key.reduction.numels(bucket.numel)),
-            "members": {each.label: [each.offset, each.numel] for each in bucket.members},
+            "members": {each.gradient.name: [each.offset, each.gradient.numel] for each in bucket.members},
         }
         for bucket in record.plan.buckets
     ]

@@ -105,7 +105,7 @@ def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[s
     before = Counter(nccl_stand_in.launched)
     torch.compile(model, backend="aot_eager")(torch.randn(3, 16)).square().mean().backward()
     plan = replica_of(model).plan
-    stages = [bucket.key.reduction.without_groups().to_dict() for bucket in plan.buckets]
+    stages = [bucket.key.reduction.to_dict() for bucket in plan.buckets]
     dp_compile.unreplicate(model)
     return stages, plan.to_dict(), sorted(nccl_stand_in.launched - before), dist.get_backend()
 

@@ -23,7 +23,7 @@ from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes, assumed_times
+from dp_compile.plan.planner import ESTIMATED, ReadyTimes, assumed_times
 
 KEY = bucket_key("", "sum", "float32", "cuda")
 MB = 2**20

@@ -15,7 +15,7 @@ from steps import measured_like, step_of_buckets, two_level_step
 from dp_compile.cli.main import main
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep
 from dp_compile.insight.timeline import NETWORK, events_of, timeline_picture, timeline_trace
-from dp_compile.plan.ready_times import ESTIMATED
+from dp_compile.plan.planner import ESTIMATED
 
 STEP = step_of_buckets(3)
 

@@ -73,7 +73,7 @@ class Compiled:
             (flat,) = launch.reads
             for each in bucket.members:
                 start = flat.start + each.offset
-                members.append((each.label, Span(flat.storage, start, start + each.numel)))
+                members.append((each.gradient.name, Span(flat.storage, start, start + each.gradient.numel)))
         return set(copies(members, self.reduced))
 
 

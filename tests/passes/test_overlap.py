@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Grad, executed, is_all_reduce, launches, plan_for, short, trace
+from graphs import Bounded, Grad, executed, is_all_reduce, launches, plan_for, short, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -25,7 +25,7 @@ from dp_compile.plan.buckets import BucketPlan
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 MOVING = (BucketReductions(), ScheduleCollectives())
-STAYING = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
+STAYING = (BucketReductions(), Bounded(nbytes=0))
 
 
 def layers(number: int, width: int = 16) -> tuple[list[Grad], fx.GraphModule]:
@@ -84,7 +84,7 @@ def test_the_bound_is_the_largest_peak_that_is_allowed() -> None:
     moved, result = run(module, plan, *MOVING)
     assert result.memory is not None
     for bound, expected in [(result.memory.nbytes, moved), (result.memory.nbytes - 1, run(module, plan, *STAYING)[0])]:
-        graph, _ = run(module, plan, BucketReductions(), ScheduleCollectives(memory_bound_nbytes=bound))
+        graph, _ = run(module, plan, BucketReductions(), Bounded(nbytes=bound))
         assert short(graph) == short(expected)
 
 

@@ -12,7 +12,7 @@ from graphs import trace
 from torch import fx, nn
 
 import dp_compile
-from dp_compile.passes.own_memory import OwnMemory
+from dp_compile.passes.pipeline import OwnMemory
 
 aten = torch.ops.aten
 

@@ -248,7 +248,7 @@ def test_the_cache_key_sees_passes_options_and_plans() -> None:
         uuid(DEFAULT_PASSES, other, plan),
         uuid(DEFAULT_PASSES[::-1], plan),
         uuid(DEFAULT_PASSES, plan_for([Grad(index=0, group="1"), Grad(index=1)])),
-        uuid((BucketReductions(), ScheduleCollectives(memory_bound_nbytes=1))),
+        uuid((BucketReductions(zero_gaps=True), ScheduleCollectives())),
         Pipeline(DEFAULT_PASSES, (), lambda result: None, (True, False)).uuid(),
     ]
     assert uuid(DEFAULT_PASSES, plan) == keys[1]

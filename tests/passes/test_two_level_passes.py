@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Grad, plan_for, run_passes, trace
+from graphs import Bounded, Grad, plan_for, run_passes, trace
 from torch import fx
 
 from dp_compile.fx import edit
@@ -18,7 +18,7 @@ from dp_compile.fx.collectives import (
     is_collective,
     is_wait,
 )
-from dp_compile.passes import BucketReductions, ScheduleCollectives
+from dp_compile.passes import BucketReductions
 from dp_compile.passes.graph_names import node_names
 from dp_compile.plan import backends
 from dp_compile.plan.backends import Backend
@@ -87,6 +87,6 @@ def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend: Bac
 
 def test_compute_that_does_not_move_is_not_held_back_either() -> None:
     grads, module = layers(3, backends.GLOO)
-    passes = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
+    passes = (BucketReductions(), Bounded(nbytes=0))
     graph = run_passes(module, plan_for(grads[::-1], cap=1), passes=passes).graph
     assert told(graph).replace(" exp", "").replace(" c", "").startswith("c R0 R1 r0 A0 R2 r1 A1 r2 A2 a0 G0")

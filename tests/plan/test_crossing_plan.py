@@ -14,8 +14,7 @@ from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSp
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, step_seconds, worst_ratio
 from dp_compile.plan.network import ReadyGradient
-from dp_compile.plan.planner import PlanResult, certify
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.planner import PlanResult, ReadyTimes, certify
 
 KEY = bucket_key("0", "sum", "float32", "cpu")
 SECOND_A_BYTE = AllReduceCost(0.0, 1.0)

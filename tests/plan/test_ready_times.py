@@ -13,7 +13,7 @@ from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.cost import nominal_cost
-from dp_compile.plan.ready_times import assumed_times
+from dp_compile.plan.planner import assumed_times
 
 SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
 
