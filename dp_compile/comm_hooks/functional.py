@@ -73,7 +73,7 @@ class FunctionalHook:
     def initial_state(self, gradient: torch.Tensor) -> State:
         """What is remembered of a gradient before the first backward, for one with this shape, dtype and device.
 
-        By default nothing. The same on every rank, with names without commas.
+        By default nothing. The same on every rank.
         """
         return {}
 
@@ -214,9 +214,9 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
     with torch.no_grad():
         state = dict(hook.initial_state(like))
     for key, tensor in state.items():
-        if not isinstance(key, str) or not key or "," in key or not isinstance(tensor, torch.Tensor):
+        if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(
-                f"the state of comm hook {hook!r} for {name} must be tensors by names without commas, got {key!r}: "
+                f"the state of comm hook {hook!r} for {name} must be tensors by name, got {key!r}: "
                 f"{type(tensor).__name__}."
             )
     return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
@@ -239,15 +239,10 @@ def _check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> Non
 # --- a run of it ---------------------------------------------------------------------------------------------------
 
 
-def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
     """How many bytes of a gradient a hook hands out for each of its rounds; empty if it has to see values to say. It is
     run on a gradient without memory, as the only one of its bucket."""
-    # Of a group with the same name there may have been other ranks.
-    return _sent_nbytes(reduction, shape, dtype, distributed.group_of_name(reduction.stages[0].group).size())
-
-
-@functools.lru_cache(maxsize=4096)
-def _sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
     assert reduction.hook is not None
     hook, like = hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
     try:

@@ -45,7 +45,7 @@ def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> Gr
         dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
     reduction = group.reduction(tensor.dtype, name)
     key = BucketKey(reduction, str(dtype).removeprefix("torch."), tensor.device.type)
-    sent = () if reduction.hook in (None, CALLED) else sent_nbytes(reduction, shape, dtype)
+    sent = () if reduction.hook in (None, CALLED) else sent_nbytes(reduction, shape, dtype, group.world_size)
     return GradientSpec(index, name, shape, stride, _on_the_wire(dtype, reduction).itemsize, key, sent)
 
 

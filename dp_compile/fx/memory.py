@@ -185,7 +185,9 @@ class _Blocks:
             # The value of the output was noted before passes ran, and is no further memory.
             found = {} if node.op == "output" else storages_of(node)
             self._storages[node] = tuple(numbers.setdefault(storage, len(numbers)) for storage in found)
-            sizes.update(zip(self._storages[node], map(_hint, found.values()), strict=True))
+            # Of a size that is not known until run time, what it was when the graph was made.
+            known = [each if isinstance(each, int) else int(each.node.hint or 0) for each in found.values()]
+            sizes.update(zip(self._storages[node], known, strict=True))
         for node, home in lives_in.items():
             self._unite(self._storages[node], self._storages[home][:1] * len(self._storages[node]))
         for node in graph.nodes:
@@ -247,13 +249,6 @@ class _Blocks:
                 if block in inlined:
                     stack.extend(self.of(*inlined[block].all_input_nodes))
         return tuple(block for block in seen if block not in inlined)
-
-
-def _hint(nbytes: Any) -> int:
-    """A size in bytes; of one that is not known until run time, what it was when the graph was made."""
-    if isinstance(nbytes, int):
-        return nbytes
-    return int(nbytes.node.hint or 0)
 
 
 def _op(node: fx.Node) -> str:

@@ -25,9 +25,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
-from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.memory import PLACE, MemoryPlace
-from dp_compile.passes.reduction import HOOK_STEP, GradReduction, finished, reduce_bucket, reductions_in
+from dp_compile.passes.reduction import (
+    FLAT_BUCKET,
+    HOOK_STEP,
+    GradReduction,
+    dtype_of_product,
+    finished,
+    reduce_bucket,
+    reductions_in,
+)
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
@@ -162,7 +169,9 @@ class GraphOps:
         gradient, offset = part.member.gradient, part.member.offset
         shape, promised = list(gradient.shape), tuple(part.reduction.node.meta["val"].stride())
         member = (str(part.number),)
-        if _same_layout(gradient.shape, promised, gradient.stride):
+        # A dimension of size one may have any stride.
+        alike = (size == 1 or a == b for size, a, b in zip(shape, promised, gradient.stride, strict=True))
+        if 0 in shape or all(alike):
             return self.make(aten.as_strided.default, reduced, shape, list(promised), offset, members=member)
         view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
         # Compiled code of its readers relies on these strides, which are not the parameter's.
@@ -208,8 +217,12 @@ class GraphOps:
     def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
         """What a bucket gets for a gradient, the factor that it applies to it, and its memory order."""
         source, stride = without_views(part.reduction.grad, part.member.gradient.stride)
-        if dtype is not None:
-            source, stride = without_views(before_cast(source, dtype), stride)
+        if dtype is not None and is_cast(source) and len(source.users) == 1:
+            # A gradient that was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
+            wide, narrow = source, source.all_input_nodes[0]
+            was, now = narrow.meta["val"].dtype, wide.meta["val"].dtype
+            if was == dtype and torch.promote_types(was, now) == now:
+                source, stride = without_views(narrow, stride)
         # A source narrower than the wire is widened first: the product would be rounded once more.
         kind = source.meta["val"].dtype
         fits = dtype is None or torch.promote_types(kind, dtype) == kind
@@ -257,11 +270,6 @@ def _erase(node: fx.Node) -> None:
         _erase(inputs[0])
 
 
-def _same_layout(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two strides mean the same places in memory: a dimension of size one may have any."""
-    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
-
-
 # --- what computes a gradient, and how that takes in the factor of an average ---
 #
 # permute(view(mm(a, b)))                 ->  mm, and the strides that it has to write with
@@ -279,6 +287,7 @@ SCATTERED: Final[dict[Any, int]] = {
     aten._unsafe_masked_index_put_accumulate.default: 3,
 }
 """Where the values stand among the arguments."""
+_ZEROS: Final = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -308,17 +317,6 @@ def stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> tu
         return value.view(source.meta["val"].shape).stride()
     except RuntimeError:
         return None
-
-
-def before_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """What a node was cast from, if that has `dtype` and the cast lost nothing and has no other user: a gradient that
-    was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
-    """
-    if not is_cast(node) or len(node.users) > 1:
-        return node
-    source = node.all_input_nodes[0]
-    was, now = source.meta["val"].dtype, node.meta["val"].dtype
-    return source if was == dtype and torch.promote_types(was, now) == now else node
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -351,16 +349,12 @@ def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bo
         return True
     if (position := SCATTERED.get(node.target)) is not None:
         base, values = node.args[0], node.args[position]
-        if not isinstance(base, fx.Node) or not isinstance(values, fx.Node) or not _is_zero(base):
+        if not isinstance(base, fx.Node) or not isinstance(values, fx.Node):
             return False
-        if not statically_known_true(values.meta["val"].numel() > 0):  # no value would bear the factor
+        is_zero = base.target in _ZEROS or (base.target is aten.full.default and base.args[1] == 0)
+        # Of no values at all, none would bear the factor.
+        if not is_zero or not statically_known_true(values.meta["val"].numel() > 0):
             return False
         node.update_arg(position, edit.insert_call(node.graph, node, aten.mul.Tensor, (values, factor), provenance))
         return True
     return False
-
-
-def _is_zero(node: fx.Node) -> bool:
-    if node.target is aten.full.default:
-        return bool(node.args[1] == 0)
-    return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)

@@ -19,9 +19,8 @@ from torch import fx
 
 from dp_compile.fx.collectives import is_all_gather, is_launch, is_wait
 from dp_compile.fx.edit import provenance_of
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import waits_before
-from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 
 

@@ -22,9 +22,9 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
-from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
 from dp_compile.passes.memory import BUCKET_MEMORY, place_of
+from dp_compile.passes.reduction import FLAT_BUCKET, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.updates import UPDATE
 
 ir = inductor.ir

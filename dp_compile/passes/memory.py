@@ -156,9 +156,18 @@ def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: tor
 
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define("bucket_memory(int replica, int number, int numel, ScalarType dtype, Device device) -> Tensor")
-_library.impl("bucket_memory", _take, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::bucket_memory", _new, lib=_library)
 
-BUCKET_MEMORY = torch.ops.dp_compile.bucket_memory.default
+
+def make_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
+    """An op of the package for graphs, and what it does on fake tensors."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dp_compile::{name}", fake, lib=_library)
+    return getattr(torch.ops.dp_compile, name).default
+
+
+BUCKET_MEMORY = make_op(
+    "bucket_memory(int replica, int number, int numel, ScalarType dtype, Device device) -> Tensor", _take, _new
+)
 """One flat tensor, not initialised."""

@@ -29,9 +29,9 @@ from torch.utils.flop_counter import flop_registry
 
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import chain_of, waits_before
 from dp_compile.passes.memory import place_of
+from dp_compile.passes.reduction import FLAT_BUCKET
 from dp_compile.passes.result import PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import format_bytes

@@ -1,4 +1,4 @@
-"""How a gradient is reduced: `reduce_bucket`, which both ways of a backward drive, and the op for it in a graph.
+"""How a gradient is reduced: `reduce_bucket`, which both ways of a backward drive, and the ops for it in a graph.
 
     grad -> dp_compile::reduce_grad(grad, index, replica, *factors) -> reduced grad
 
@@ -10,23 +10,28 @@ The op never runs: a pass replaces it with the nodes of its bucket.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from dp_compile._torch import autograd, distributed
+from dp_compile._torch import autograd, distributed, storages
 from dp_compile.comm_hooks.functional import HookRun, State, bucket_of, fake_step
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.passes.bucket_ops import multiply_into
-from dp_compile.passes.memory import running
+from dp_compile.passes.memory import make_op, running
 from dp_compile.plan.buckets import Bucket, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+_SMALL_NUMEL: Final = 2**15
+"""Up to here a tensor stays in the processor's cache, and a second pass over it costs next to nothing."""
+_EXACT: Final = (torch.float32, torch.float64)
 
 TensorT = TypeVar("TensorT")
 """A tensor, or a node that stands for one."""
@@ -112,6 +117,33 @@ def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
 
 
 # --- at once ------------------------------------------------------------------------------------------------------
+
+
+def dtype_of_product(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's kernels multiply by a number if the result has the wider of two dtypes."""
+    wide = torch.promote_types(one, other)
+    return torch.float32 if wide in (torch.float16, torch.bfloat16) else wide
+
+
+def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: Any) -> None:
+    """Let each part be its tensor times `scale`, computed in the wider of their dtypes and rounded once.
+
+    Small tensors go through two calls for all of them: a call for each takes longer than the multiplication. Not in
+    half precision: torch's multi-tensor kernels for CPUs round the factor to it (torch 2.13), which others do not.
+    """
+    together: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for part, tensor in zip(parts, tensors, strict=True):
+        is_small = tensor.numel() <= _SMALL_NUMEL or not tensor.is_cpu
+        if scale == 1.0 or (is_small and part.dtype == tensor.dtype and tensor.dtype in _EXACT):
+            together.append((part, tensor))
+        else:
+            wide = torch.promote_types(tensor.dtype, part.dtype)
+            torch.mul(tensor.to(wide), scale, out=part)
+    if together:
+        targets, values = zip(*together, strict=True)
+        storages.copy_all(targets, values)
+        if scale != 1.0:
+            storages.multiply_all(targets, scale)
 
 
 @dataclass(slots=True)
@@ -253,11 +285,6 @@ def view_of(member: Member, tensor: torch.Tensor) -> torch.Tensor:
 
 # --- in a graph ---------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define(
-    "reduce_grad(Tensor grad, int index, int replica, Tensor? scale=None, Tensor? post_scale=None) -> Tensor"
-)
-
 
 def _not_replaced(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor | None) -> torch.Tensor:
     raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's")
@@ -269,10 +296,11 @@ def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(grad)
 
 
-_library.impl("reduce_grad", _not_replaced, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::reduce_grad", _shape_of_reduced, lib=_library)
-
-REDUCE_GRAD = torch.ops.dp_compile.reduce_grad.default
+REDUCE_GRAD = make_op(
+    "reduce_grad(Tensor grad, int index, int replica, Tensor? scale=None, Tensor? post_scale=None) -> Tensor",
+    _not_replaced,
+    _shape_of_reduced,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +332,77 @@ def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
     return tuple(found)
 
 
+# --- a bucket in a graph ------------------------------------------------------------------------------------------
+#
+#     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
+#                                                               offsets, each in its memory order
+#
+# Between them are zeros if `zero_gaps`, else undefined values. `dtype`: rounded to it, once. `factor`: a number in a
+# tensor, by which all are multiplied instead. `lowering.py` has what compiled code makes of it.
+
+
+class MemberPlace(NamedTuple):
+    """Where a member lies in its bucket."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+def places_of(shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]) -> list[MemberPlace]:
+    """The members' places. `strides` of all members in one list."""
+    places, left = [], iter(strides)
+    for each, offset in zip(shapes, offsets, strict=True):
+        shape = tuple(int(size) for size in each)
+        places.append(MemberPlace(shape, tuple(itertools.islice(left, len(shape))), offset, math.prod(shape)))
+    return places
+
+
+def gaps_of(places: Sequence[MemberPlace], numel: int) -> list[tuple[int, int]]:
+    """What lies between members: first element and how many."""
+    gaps: list[tuple[int, int]] = []
+    at = 0
+    for place in sorted(places, key=lambda each: each.offset):
+        if place.offset > at:
+            gaps.append((at, place.offset - at))
+        at = max(at, place.offset + place.numel)
+    return gaps + ([(at, numel - at)] if numel > at else [])
+
+
+def _fill(
+    gradients: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+    zero_gaps: bool = False,
+    dtype: torch.dtype | None = None,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    bucket = gradients[0].new_empty(numel, dtype=dtype)
+    places = places_of([gradient.shape for gradient in gradients], strides, offsets)
+    if gaps_of(places, numel):
+        bucket.zero_()
+    for gradient, scale, place in zip(gradients, scales, places, strict=True):
+        part = bucket.as_strided(place.shape, place.stride, place.offset)
+        if factor is None:
+            multiply_into([part], [gradient], scale)
+        else:
+            # Cast: to torch.mul a factor of another dtype counts as a number only if the gradient has dimensions.
+            inner = dtype_of_product(gradient.dtype, bucket.dtype)
+            torch.mul(gradient.to(inner), factor.to(inner), out=part)
+    return bucket
+
+
+FLAT_BUCKET = make_op(
+    "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
+    " ScalarType? dtype=None, Tensor? factor=None) -> Tensor",
+    _fill,
+    lambda gradients, _1, _2, _3, numel, _4=False, dtype=None, _5=None: gradients[0].new_empty(numel, dtype=dtype),
+)
+
+
 # --- a functional hook in a graph ---------------------------------------------------------------------------------
 #
 #     hook_step(gradients, [])       -> what is sent     -> all_reduce -> wait
@@ -312,11 +411,6 @@ def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
 # Each step names all that the function has seen of the graph, so that none of it is overwritten before the last one.
 # What the hook remembers is no part of the graph: it is that of the modules for which code runs (`passes/memory.py`),
 # and the new one is stored once the backward has ended. A CUDA graph would replay kernels without all that.
-
-_library.define(
-    "hook_step(Tensor[] gradients, Tensor[] received, str hook, str group, int replica, int bucket) -> Tensor[]",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
 
 
 def _step_of_hook(
@@ -342,11 +436,9 @@ def _step_of_hook(
     return run.step(received)
 
 
-_library.impl("hook_step", _step_of_hook, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "dp_compile::hook_step",
-    lambda gradients, received, hook, group, replica, bucket: fake_step(gradients, received, hook, group),
-    lib=_library,
+HOOK_STEP = make_op(
+    "hook_step(Tensor[] gradients, Tensor[] received, str hook, str group, int replica, int bucket) -> Tensor[]",
+    _step_of_hook,
+    lambda gradients, received, hook, group, *_: fake_step(gradients, received, hook, group),
+    (torch.Tag.cudagraph_unsafe,),
 )
-
-HOOK_STEP = torch.ops.dp_compile.hook_step.default

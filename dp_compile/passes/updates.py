@@ -20,14 +20,9 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.passes.memory import running
+from dp_compile.passes.memory import make_op, running
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
-
-_library = torch.library.Library("dp_compile", "FRAGMENT")
-_ARGUMENTS = "Tensor[] gradients, int[] indices, int replica, int optimizer, int bucket"
-_library.define(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()")
-_library.define(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()")
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
@@ -58,13 +53,9 @@ def _nothing(*_: object) -> None:
     """Fake tensors have no values to update."""
 
 
-_library.impl("update_parameters", _update, "CompositeExplicitAutograd")
-_library.impl("update_later", _not_placed, "CompositeExplicitAutograd")
-for _name in ("update_parameters", "update_later"):
-    torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
-
-UPDATE_LATER = has_side_effect(torch.ops.dp_compile.update_later.default)
-UPDATE = has_side_effect(torch.ops.dp_compile.update_parameters.default)
+_ARGUMENTS = "Tensor[] gradients, int[] indices, int replica, int optimizer, int bucket"
+UPDATE_LATER = has_side_effect(make_op(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()", _not_placed, _nothing))
+UPDATE = has_side_effect(make_op(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()", _update, _nothing))
 
 
 class Update(NamedTuple):

@@ -18,8 +18,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import type_text
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.reduction import REDUCE_GRAD, reductions_in
+from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, reductions_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
 from dp_compile.plan.buckets import Bucket, BucketPlan
 

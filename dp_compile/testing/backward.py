@@ -21,7 +21,7 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import last_name, type_text
 from dp_compile.insight.observe import report
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
+from dp_compile.passes.reduction import FLAT_BUCKET
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import link as link_of
 from dp_compile.plan.cost import ring_or_tree

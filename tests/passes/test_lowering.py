@@ -20,9 +20,9 @@ from torch.nn import functional as F
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.reduction import FLAT_BUCKET
 from dp_compile.plan.buckets import PACKED, Layout
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig

@@ -196,7 +196,8 @@ def test_what_holds_of_every_order(backward: Compute, bound: int | None) -> None
     inputs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     module = trace(backward, *inputs)
     staying, _ = run(module, backward.plan, *STAYING)
-    graph, result = run(module, backward.plan, BucketReductions(), ScheduleCollectives(bound))
+    scheduling = ScheduleCollectives() if bound is None else Bounded(nbytes=bound)
+    graph, result = run(module, backward.plan, BucketReductions(), scheduling)
     # The plan's order.
     assert launches(graph) == launches(staying) == [f"0.{number}" for number in range(len(backward.plan.buckets))]
     # Before each launch the least that any order could have there, so never more than if only collectives move.

@@ -18,9 +18,8 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import REDUCE_GRAD, emit
+from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, emit
 from dp_compile.passes.result import GraphPass, PassResult
 from dp_compile.plan.buckets import BucketPlan, Layout
 

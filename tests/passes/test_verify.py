@@ -16,8 +16,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
 from dp_compile.passes.verify import Checks
 from dp_compile.plan.backends import GLOO, NCCL, Backend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from graphs import bucket_key
@@ -94,7 +93,7 @@ def test_what_a_plan_for_two_halves_promises() -> None:
             cost=SECOND_A_BYTE,
             backward_s=100.0,
         )
-        found = plan_crossing(replace(one, certificate=before), said, SECOND_A_BYTE, None)
+        found = plan_crossing(one._replace(certificate=before), said, SECOND_A_BYTE, None)
         promise = found.certificate
         assert promise is not None
         assert promise.crosses
