@@ -21,15 +21,7 @@ from dp_compile.engine.plan_sync import all_gather_object, channel_in_backward
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
 from dp_compile.plan.buckets import Bucket
-from dp_compile.plan.flags import (
-    FAILED,
-    NUMBER_BITS,
-    is_failed,
-    is_moved_by_some,
-    is_stepped,
-    more_elements,
-    ranks_disagree,
-)
+from dp_compile.plan.flags import FAILED, NUMBER_BITS, is_failed, more_elements, ranks_disagree
 from dp_compile.plan.words import ranks_in_words
 
 MAX_UNREAD: Final = 2
@@ -223,9 +215,10 @@ def _judge(replica: Replica, reduced: _Reduced) -> None:
         return
     if ranks_disagree(more):
         raise DesyncError(_who_reduced_what(replica, reduced.number))
-    if reduced.stepped or is_stepped(more):
+    stepped, moved, not_moved = more[2 * NUMBER_BITS :]
+    if reduced.stepped or stepped:
         raise ReductionError(stepped_message(replica, reduced.stepped))
-    if is_moved_by_some(more):
+    if moved and not_moved:
         raise ReductionError(_who_moved(replica, reduced))
     if not replica.config.may_be_unused and (reduced.unused or bool(flags[:n_parameters].any())):
         raise ReductionError(_unused_message(replica, reduced))

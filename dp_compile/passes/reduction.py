@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.fx.node import has_side_effect
 
 from dp_compile._torch import autograd, distributed, storages
 from dp_compile.comm_hooks.functional import HookRun, State, bucket_of, fake_step
@@ -442,3 +443,4 @@ HOOK_STEP = make_op(
     lambda gradients, received, hook, group, *_: fake_step(gradients, received, hook, group),
     (torch.Tag.cudagraph_unsafe,),
 )
+has_side_effect(HOOK_STEP)  # gradients without elements have no reader; the hook still remembers

@@ -47,13 +47,3 @@ def ranks_disagree(more: Sequence[float]) -> bool:
 def is_failed(more: Sequence[float]) -> bool:
     """Whether the backward of some rank failed."""
     return all(more[: 2 * NUMBER_BITS])
-
-
-def is_stepped(more: Sequence[float]) -> bool:
-    """Whether some rank changed parameters that had gradients which were not reduced."""
-    return bool(more[2 * NUMBER_BITS])
-
-
-def is_moved_by_some(more: Sequence[float]) -> bool:
-    """Whether some ranks moved parameters after a local backward and others did not."""
-    return bool(more[-2] and more[-1])

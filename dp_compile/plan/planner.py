@@ -170,10 +170,7 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
 
 
 def plan_optimal(
-    gradients: Sequence[GradientSpec],
-    cost: AllReduceCost,
-    times: ReadyTimes,
-    layout: Layout,
+    gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes, layout: Layout
 ) -> PlanResult:
     """The partition that is best in the worst case: over speeds off by 0.5x to 2x.
 
