@@ -26,10 +26,6 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
 
 
-def is_all_gather(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ALL_GATHER
-
-
 def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
     """The waits on a collective's result, also on the items of one of the model's that returns several."""
     found: list[fx.Node] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from dp_compile.fx.collectives import is_all_gather, is_launch, is_wait
+from dp_compile.fx.collectives import ALL_GATHER, is_launch, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD
@@ -53,7 +53,7 @@ def node_names(graph: fx.Graph, plans: Sequence[BucketPlan], inputs: Sequence[st
                 names[node] = f"bucket {unit}"
             elif is_launch(node.target) or is_wait(node):
                 launch, stage = node if is_launch(node.target) else args[0], ""
-                if is_all_gather(launch):
+                if launch.target is ALL_GATHER:
                     stage = " gather"
                 elif is_launch(launch.target) and waits_before(launch):
                     stage = " between"

@@ -126,22 +126,18 @@ class Running:
         """By module and bucket."""
 
     def __enter__(self) -> None:
-        self._before, _thread.running = _thread.running, self
+        self._before, this_thread.running = this_thread.running, self
 
     def __exit__(self, *error: object) -> None:
-        _thread.running = self._before
+        this_thread.running = self._before
 
 
 class _Thread(threading.local):
     running = Running()
+    """Outside of all it has no modules."""
 
 
-_thread = _Thread()
-
-
-def running() -> Running:
-    """What runs in this thread; outside of all it has no modules."""
-    return _thread.running
+this_thread = _Thread()
 
 
 def _new(replica: int, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -149,7 +145,7 @@ def _new(replica: int, number: int, numel: int, dtype: torch.dtype, device: torc
 
 
 def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    memories = running().memories
+    memories = this_thread.running.memories
     if replica < len(memories):
         return memories[replica].take(number, numel, dtype, device)
     return _new(replica, number, numel, dtype, device)  # generated code that is run outside of a backward

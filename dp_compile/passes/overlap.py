@@ -28,7 +28,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from dp_compile.fx import edit, memory
-from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
+from dp_compile.fx.collectives import ALL_GATHER, is_collective, is_wait
 from dp_compile.passes.bucketing import chain_of, waits_before
 from dp_compile.passes.memory import place_of
 from dp_compile.passes.reduction import FLAT_BUCKET
@@ -87,7 +87,8 @@ def _computing_first_what_is_needed_first(
                 turn[node] = number
                 stack.extend(needs[node])
     # What no launch needs is computed while the slow link is busy: half a turn before the last stages.
-    last_stages = end - len(list(itertools.takewhile(is_all_gather, reversed(launches))))
+    gathers = itertools.takewhile(lambda launch: launch.target is ALL_GATHER, reversed(launches))
+    last_stages = end - len(list(gathers))
 
     def priority(node: fx.Node) -> tuple[float, float]:
         return turn.get(node, end if _is_ours(node) or last_stages == end else last_stages - 0.5), wish[node]

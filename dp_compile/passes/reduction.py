@@ -24,7 +24,7 @@ from torch.fx.node import has_side_effect
 from dp_compile._torch import autograd, distributed, storages
 from dp_compile.comm_hooks.functional import HookRun, State, bucket_of, fake_step
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.passes.memory import make_op, running
+from dp_compile.passes.memory import make_op, this_thread
 from dp_compile.plan.buckets import Bucket, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 
@@ -422,7 +422,7 @@ def _step_of_hook(
     replica: int,
     bucket: int,
 ) -> list[torch.Tensor]:
-    now = running()
+    now = this_thread.running
     if not received:
         members = now.plans[replica].buckets[bucket].members
         state = [now.states[replica](member.gradient.index) for member in members]

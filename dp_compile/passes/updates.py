@@ -20,14 +20,14 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.passes.memory import make_op, running
+from dp_compile.passes.memory import make_op, this_thread
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
     """By what code of this thread updates a module: its plan and its `Updates` (`engine/sinks.py`)."""
-    now = running()
+    now = this_thread.running
     if replica >= len(now.optimizers):
         raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
     return now.plans[replica], now.optimizers[replica]
