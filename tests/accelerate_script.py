@@ -3,8 +3,6 @@
 python -m torch.distributed.run --standalone --nproc-per-node=2 tests/accelerate_script.py test_sync|test_script|...
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

@@ -1,19 +1,17 @@
 """Small workloads and modes for the tests of the benchmark, named in suites as `bench_standins:function`."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
+from dp_compile.bench.contract import Mode, Trainer, Workload
 
 
-def tiny() -> Workload:
+def tiny():
     return Workload(
         name="tiny",
         build=lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)),
@@ -27,26 +25,25 @@ class Averaged(Trainer):
 
     averages = True
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload):
         self.model = workload.build()
         self.loss = workload.loss
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=workload.lr, momentum=0.9)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch):
         self.backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+    def gradients(self, batch):
         self.backward(batch)
         found = {name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
         return found
 
-    def backward(self, batch: Batch) -> None:
+    def backward(self, batch):
         self.loss(self.model, batch).backward()
         for parameter in self.model.parameters() if self.averages else ():
-            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
@@ -56,7 +53,7 @@ class Unaveraged(Averaged):
 
 
 class HangsInAStep(Averaged):
-    def step(self, batch: Batch) -> None:
+    def step(self, batch):
         if dist.get_rank() == 1:
             time.sleep(1000)
 
@@ -67,21 +64,21 @@ class OneMode(Mode):
     trainer: Callable[[Workload], Trainer]
     is_bound: bool = False
 
-    def prepare(self, workload: Workload) -> Trainer:
+    def prepare(self, workload):
         return self.trainer(workload)
 
 
-def oracle() -> OneMode:
+def oracle():
     return OneMode("oracle", Unaveraged, is_bound=True)
 
 
-def averaged() -> OneMode:
+def averaged():
     return OneMode("averaged", Averaged)
 
 
-def unaveraged() -> OneMode:
+def unaveraged():
     return OneMode("unaveraged", Unaveraged)
 
 
-def hangs() -> OneMode:
+def hangs():
     return OneMode("hangs", HangsInAStep)

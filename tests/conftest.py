@@ -1,21 +1,18 @@
 """Process groups for the tests: a fake one in this process, and pools of real ranks."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from meshes import keep_groups
+from on_ranks import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_compile._torch import dynamo
-from dp_compile.testing.ranks import Ranks
 
 # No deadlines and no "too slow": the machines that run the tests are shared.
 settings.register_profile(
@@ -35,31 +32,36 @@ dynamo.measure_no_guards()
 multiprocessing.set_forkserver_preload(["dp_compile.bench.modes", "torch._dynamo", "torch._inductor.compile_fx"])
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session):
     """torch's structured traces would fill the report of each failed test with thousands of lines without text."""
     capture = session.config.pluginmanager.get_plugin("logging-plugin")
     for handler in (capture.caplog_handler, capture.report_handler) if capture is not None else ():
         handler.addFilter(lambda record: record.name != "torch.__trace")
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Dynamo counts recompilations by code object, and many models share `nn.Sequential`'s."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
-def fake_group() -> Iterator[dist.ProcessGroup]:
+def fake_group():
     """A default process group of two ranks, this one the first, in which every collective returns its input."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     group = dist.group.WORLD
-    assert group is not None
     yield group
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks():
     """As many real processes in one gloo group as `DP_COMPILE_TEST_RANKS` says, two by default."""
     yield from _pool(int(os.environ.get("DP_COMPILE_TEST_RANKS", "2")))
 
 
 @pytest.fixture(scope="session")
-def ranks2(ranks: Ranks) -> Iterator[Ranks]:
+def ranks2(ranks):
     """Two of them, for tests in which each rank has its own part."""
     if ranks.world_size == 2:
         yield ranks
@@ -68,37 +70,37 @@ def ranks2(ranks: Ranks) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def ranks3() -> Iterator[Ranks]:
+def ranks3():
     """Three real processes in one gloo group: no power of two."""
     yield from _pool(3, "forkserver")
 
 
 @pytest.fixture(scope="session")
-def ranks4() -> Iterator[Ranks]:
+def ranks4():
     """Four real processes in one gloo group."""
     yield from _pool(4, "forkserver")
 
 
 @pytest.fixture(scope="session")
-def mesh_ranks() -> Iterator[Ranks]:
+def mesh_ranks():
     """Four real processes that keep the groups of their meshes; of `meshed`."""
     yield from _pool(4, "forkserver")
 
 
 @pytest.fixture
-def meshed(mesh_ranks: Ranks) -> Ranks:
+def meshed(mesh_ranks):
     """They may be new ones: those in which a test failed are gone."""
     mesh_ranks.run(keep_groups)
     return mesh_ranks
 
 
 @pytest.fixture
-def own_ranks(ranks: Ranks) -> Iterator[Ranks]:
+def own_ranks(ranks):
     """As many as `ranks`, for one test, which may leave them out of step."""
     yield from _pool(ranks.world_size, "forkserver")
 
 
-def _pool(world_size: int, method: str = "spawn") -> Iterator[Ranks]:
-    ranks = Ranks(world_size, method)
+def _pool(world_size, method="spawn"):
+    ranks = Pool(world_size, method)
     yield ranks
     ranks.stop()

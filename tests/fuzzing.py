@@ -1,22 +1,18 @@
 """Random training runs, described as values: what the fuzzer draws, and how a rank runs one next to torch's DDP."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from parity import compare
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -28,7 +24,6 @@ from dp_compile.errors import VoidBackwardError
 from dp_compile.replication.gradient_averaging import set_gradient_divide_factor
 from dp_compile.replication.module import replica_of
 
-Batch = tuple[Tensor, Tensor, tuple[tuple[None, ...], ...]]
 VOCABULARY = 7
 # Newer torches warn of the name that older ones have alone.
 SYNC_BUFFERS = next(
@@ -113,13 +108,8 @@ class FuzzCase:
     seed: int = 0
 
     @property
-    def tolerance(self) -> dict[str, float]:
-        """By the coarsest dtype in which a run computes anything or sends gradients.
-
-        The sum over two ranks is the same on both sides; what differs is that compiled forwards use torch's
-        decompositions, which round in other places, that a factor is applied in another place, and that two levels of
-        network add up in another order. What eight bits lose is not in here: `EightBits` bounds it by element.
-        """
+    def tolerance(self):
+        """By the coarsest dtype in which a run computes or sends; what eight bits lose is bounded by `EightBits`."""
         hook = self.comm_hook not in ("", "int8")
         if self.autocast or self.wire or self.compute or hook or self.part_by or "bfloat16" in str(self.blocks):
             # Eight bits: 4e-3 in each operation, and autocast rounds where the compiler fuses casts away.
@@ -141,17 +131,17 @@ class Outcome:
 
 # --- blocks -----------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, type[Block]] = {}
+KINDS = {}
 
 
 class Block(nn.Module):
     """Takes and returns float32; computes in the dtype of its parameters, or in that to which a policy casts them."""
 
-    def __init_subclass__(cls, kind: str = "") -> None:
+    def __init_subclass__(cls, kind=""):
         if kind:  # else `replicate` makes a class of a class
             KINDS[kind] = cls
 
-    def __init__(self, width: int, spec: BlockSpec) -> None:
+    def __init__(self, width, spec):
         super().__init__()
         self.build(width, spec.hidden)
         self.to(getattr(torch, spec.dtype))
@@ -159,57 +149,57 @@ class Block(nn.Module):
         for parameter in parameters[: {"nothing": 0, "first": 1, "all": len(parameters)}[spec.frozen]]:
             parameter.requires_grad_(False)
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def forward(self, x, tokens):
         return self.compute(x.to(next(self.parameters()).dtype), tokens).float()
 
 
 class Linear(Block, kind="linear"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.layer = nn.Linear(width, width, bias=hidden % 2 == 0)
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return self.layer(x)
 
 
 class MLP(Block, kind="mlp"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.layers = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Dropout(0.0), nn.Linear(hidden, width)
         )
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return x + self.layers(x)
 
 
 class Checkpointed(MLP, kind="checkpointed"):
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return checkpoint(self.layers, x, use_reentrant=False)
 
 
 class GraphBreak(MLP, kind="graph break"):
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         x = self.layers[0](x)
         torch._dynamo.graph_break()
         return self.layers[1:](x)
 
 
 class BatchNorm(Block, kind="batch norm"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.norm = nn.BatchNorm1d(width, momentum=None if hidden % 2 else 0.1)
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return self.norm(x)
 
 
 class RunningScale(Block, kind="running scale"):
     """A buffer that the forward reads and changes: where it is copied to the other ranks shows in gradients."""
 
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.weight = nn.Parameter(torch.randn(width))
         self.register_buffer("scale", torch.ones(1))  # torch 2.13 miscompiles the update of one without dimensions
         self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         # Not in place: with aot_eager, torch 2.13 then computes other gradients.
         self.scale = 0.5 * self.scale + x.detach().abs().sum() / 64
         self.count.add_(1)
@@ -217,76 +207,76 @@ class RunningScale(Block, kind="running scale"):
 
 
 class Embedding(Block, kind="embedding"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.table = nn.Embedding(VOCABULARY, width, padding_idx=0 if hidden % 2 else None)
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return x + self.table(tokens)
 
 
 class Conv(Block, kind="conv"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.first = nn.Conv2d(1, hidden, (1, 3), padding=(0, 1))
         self.second = nn.Conv2d(hidden, 2, (1, 3), padding=(0, 1))
         if hidden > 3:
             self.to(memory_format=torch.channels_last)
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return self.second(self.first(x[:, None, None, :]).relu()).mean((1, 2))
 
 
 class Tied(Block, kind="tied"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.there, self.back = nn.Linear(width, width), nn.Linear(width, width)
         self.back.weight = self.there.weight
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return self.back(torch.relu(self.there(x)))
 
 
 class Layouts(Block, kind="layouts"):
     """Parameters that are transposed, have gaps in memory, or no dimension or no element at all."""
 
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.turned = nn.Parameter(torch.randn(hidden, width).t())
         self.gaps = nn.Parameter(torch.randn(hidden, 2 * width)[:, ::2])
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.nothing = nn.Parameter(torch.empty(0, width))
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return (x @ self.turned) @ self.gaps * self.scalar + self.nothing.sum()
 
 
 class SameGradient(Block, kind="same gradient"):
     """Parameters that share one gradient tensor, and one whose gradient is a broadcast number."""
 
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.one, self.two = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
         self.mean = nn.Parameter(torch.randn(hidden, width))
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return x + (self.one + self.two) + self.mean.mean()
 
 
 class Attention(Block, kind="attention"):
     """The batch is the sequence."""
 
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         query, key, value = self.project(x)[None, None].chunk(3, dim=-1)
         return self.out(nn.functional.scaled_dot_product_attention(query, key, value)[0, 0])
 
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad * weight, (grad * x).sum(0)
 
@@ -295,7 +285,7 @@ class _OpaqueScale(_Scale):
     """A backward that asks for a number, which breaks a captured graph."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         sign = 1.0 if math.isfinite(grad.sum().item()) else -1.0
         return grad * weight * sign, (grad * x).sum(0)
@@ -304,10 +294,10 @@ class _OpaqueScale(_Scale):
 class CustomFunction(Block, kind="custom function"):
     function: type[torch.autograd.Function] = _Scale
 
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         self.weight = nn.Parameter(torch.randn(width))
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return self.function.apply(x, self.weight.to(x.dtype))
 
 
@@ -319,14 +309,14 @@ class RecomputedFunction(torch.autograd.Function):
     """A user's own checkpoint: its backward runs a backward."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def forward(ctx, run, x):
         ctx.run = run
         ctx.save_for_backward(x)
         with torch.no_grad():
             return run(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -336,26 +326,23 @@ class RecomputedFunction(torch.autograd.Function):
 
 
 class Recomputed(MLP, kind="recomputed"):
-    def build(self, width: int, hidden: int) -> None:
+    def build(self, width, hidden):
         super().build(width, hidden)
         self.scale = nn.Parameter(torch.ones(width))
 
-    def compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def compute(self, x, tokens):
         return x + RecomputedFunction.apply(self.layers, x * self.scale)
 
 
 class Stack(nn.Module):
-    """The blocks, each called as often as `calls` has elements for it, and a head that is always used.
+    """Blocks, called as often as `calls` has elements for them: torch 2.13 miscompiles code with numbers of calls."""
 
-    Not numbers of calls: with dynamic=True they would be symbols, and torch 2.13 miscompiles some code with them.
-    """
-
-    def __init__(self, case: FuzzCase) -> None:
+    def __init__(self, case):
         super().__init__()
         self.blocks = nn.ModuleList(KINDS[spec.kind](case.width, spec) for spec in case.blocks)
         self.head = Linear(case.width, BlockSpec("linear"))
 
-    def forward(self, x: Tensor, tokens: Tensor, calls: tuple[tuple[None, ...], ...]) -> Tensor:
+    def forward(self, x, tokens, calls):
         for block, times in zip(self.blocks, calls, strict=True):
             for _ in times:
                 x = torch.tanh(block(x, tokens))  # bounded: runs that diverge say nothing
@@ -365,21 +352,21 @@ class Stack(nn.Module):
 # --- what users do ------------------------------------------------------------------------------------------------
 
 
-def _clip(parameter: Tensor) -> None:
+def _clip(parameter):
     parameter.grad.clamp_(-0.01, 0.01)
 
 
-def _squash(parameter: Tensor) -> None:
+def _squash(parameter):
     parameter.grad = parameter.grad / (0.1 + parameter.grad.abs())
 
 
-def _drop(parameter: Tensor) -> None:
+def _drop(parameter):
     parameter.grad = None
 
 
-HOOKS: dict[str, Callable[[Tensor], None]] = {"clip": _clip, "squash": _squash, "drop": _drop}
+HOOKS = {"clip": _clip, "squash": _squash, "drop": _drop}
 # Sums, not means: a rank may have no rows at all.
-LOSSES: dict[str, Callable[[Tensor], list[Tensor]]] = {
+LOSSES = {
     "": lambda output: [output.square().sum() / 8],
     "a term for each row": lambda output: [sum((row.square().sum() / 8 for row in output), output.sum() / 16)],
     "two backwards": lambda output: [output.square().sum() / 8, output.sum() / 16],
@@ -391,7 +378,7 @@ backward after a forward."""
 EDITS = ("scale", "replace", "remove", "clip the norm")
 
 
-def _edit(kind: str, parameters: list[Tensor]) -> None:
+def _edit(kind, parameters):
     """What loops do to `.grad` before `step()`."""
     if kind == "clip the norm":
         nn.utils.clip_grad_norm_(parameters, max_norm=0.05)
@@ -408,44 +395,44 @@ class UserError(Exception):
     """What code of the user raises."""
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_):
     raise UserError
 
 
 FAILS = ("loss", "tensor hook", "hook", "before the step", "after the step")
 
 
-def _functional_loss(model: nn.Module, batch: Batch, given: Mapping[str, Tensor]) -> Tensor:
+def _functional_loss(model, batch, given):
     buffers = {name: each.clone() for name, each in model.named_buffers()}
     return LOSSES[""](torch.func.functional_call(model, {**buffers, **given}, batch))[0]
 
 
-def _func_grad(model: nn.Module, batch: Batch) -> Sequence[Tensor]:
+def _func_grad(model, batch):
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     return [*torch.func.grad(partial(_functional_loss, model, batch))(parameters).values()]
 
 
-def _gradients_of_rows(model: nn.Module, batch: Batch) -> Sequence[Tensor]:
-    def of_row(given: Mapping[str, Tensor], x: Tensor, tokens: Tensor) -> Tensor:
+def _gradients_of_rows(model, batch):
+    def of_row(given, x, tokens):
         return _functional_loss(model, (x[None], tokens[None], batch[2]), given)
 
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     return [*torch.func.vmap(torch.func.grad(of_row), (None, 0, 0))(parameters, *batch[:2]).values()]
 
 
-def _functional_call(model: nn.Module, batch: Batch) -> Sequence[Tensor]:
+def _functional_call(model, batch):
     """With other parameters, and gradients of the module's through them."""
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     loss = _functional_loss(model, batch, {name: 0.5 * each for name, each in parameters.items()})
     return torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
 
 
-def _autograd_grad(model: nn.Module, batch: Batch) -> Sequence[Tensor]:
+def _autograd_grad(model, batch):
     parameters = [each for each in model.parameters() if each.requires_grad]
     return torch.autograd.grad(LOSSES[""](model(*batch))[0], parameters, materialize_grads=True)
 
 
-TRANSFORMS: dict[str, Callable[[nn.Module, Batch], Sequence[Tensor]]] = {
+TRANSFORMS = {
     "func.grad": _func_grad,
     "vmap": _gradients_of_rows,
     "functional_call": _functional_call,
@@ -453,7 +440,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Batch], Sequence[Tensor]]] = {
 }
 
 
-def _transformed(kind: str, model: nn.Module, batch: Batch) -> Any:
+def _transformed(kind, model, batch):
     """The values, or which error torch raises: vmap does not know all that the blocks do."""
     with nullcontext() if kind == "autograd.grad" else torch.compiler.set_stance("force_eager"):
         try:
@@ -464,7 +451,7 @@ def _transformed(kind: str, model: nn.Module, batch: Batch) -> Any:
 
 # `backward`: `compiled_backward()` around an eager forward. `late`: the model, from the second step on.
 COMPILED = ("model", "in place", "blocks", "head", "backward", "late", "nothing")
-BUCKETS: dict[str, dict[str, Any]] = {
+BUCKETS = {
     "optimal": {},
     "each its own": {"bucket_cap_mb": 1e-6},
     "small": {"bucket_cap_mb": 0.0003},
@@ -476,7 +463,7 @@ WIRES = ("bfloat16", "float16")
 TORCH_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 
-def _compiled(case: FuzzCase, model: nn.Module, stack: Stack) -> Any:
+def _compiled(case, model, stack):
     options = {"backend": "aot_eager", "dynamic": case.dynamic}
     if case.compiled in ("model", "late"):
         return torch.compile(model, **options)
@@ -493,11 +480,11 @@ def _compiled(case: FuzzCase, model: nn.Module, stack: Stack) -> Any:
 class Cast(nn.Module):
     """What a policy says, as plain torch: a model that computes with its parameters cast."""
 
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, inner, dtype):
         super().__init__()
         self.inner, self.dtype = inner, dtype
 
-    def forward(self, x: Tensor, *rest: Any) -> Any:
+    def forward(self, x, *rest):
         cast = {name: each.to(self.dtype) for name, each in self.inner.named_parameters(remove_duplicate=False)}
         return torch.func.functional_call(self.inner, cast, (x.to(self.dtype), *rest), tie_weights=False)
 
@@ -506,10 +493,10 @@ class Cast(nn.Module):
 class Rounded(dp_compile.FunctionalHook):
     """The average of what is rounded to bfloat16, with the rest sent in the next step."""
 
-    def initial_state(self, gradient: Tensor) -> Mapping[str, Tensor]:
+    def initial_state(self, gradient):
         return {"error": torch.zeros_like(gradient)}
 
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[Tensor, Tensor, Any]:
+    def reduce(self, bucket):
         whole = [each + state["error"] for each, state in zip(bucket.gradients, bucket.state, strict=True)]
         sent = torch.cat([each.flatten() for each in whole]).to(torch.bfloat16)
         lost = [each - each.to(torch.bfloat16).to(each.dtype) for each in whole]
@@ -522,20 +509,20 @@ class Rounded(dp_compile.FunctionalHook):
 class Reference:
     """How a case reduces gradients, as a hook of torch's DDP: one parameter after the other."""
 
-    def __init__(self, case: FuzzCase, twin: nn.Module) -> None:
+    def __init__(self, case, twin):
         self.case, self.divisor = case, float(dist.get_world_size())
         part = twin.get_submodule(case.part).parameters() if case.part_by else ()
         self.ids_of_part = {id(parameter) for parameter in part}
-        self.errors: dict[int, Tensor] = {}
+        self.errors = {}
 
-    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket):
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self.reduce_one(parameter, gradient)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    def reduce_one(self, parameter: Tensor, gradient: Tensor) -> None:
+    def reduce_one(self, parameter, gradient):
         key, by = id(parameter), self.case.part_by if id(parameter) in self.ids_of_part else self.case.comm_hook
         if by in ("rounded", "hook"):
             gradient += self.errors.get(key, torch.zeros_like(gradient))
@@ -549,32 +536,30 @@ class Reference:
         dist.all_reduce(sent)
         gradient.copy_(sent.to(gradient.dtype))
 
-    def handed_out(self, ours: nn.Module, theirs: nn.Module) -> str:
+    def handed_out(self, ours, theirs):
         return ""
 
 
 class EightBits(Reference):
     """How near to the averages of torch's DDP `QuantizedHook(torch.int8)` has to be.
 
-    Exact numbers would ask too much: a gradient that differs by 1e-7 may be rounded to the other neighbour, and which
-    rank remembers the second loss follows from the package's buckets. What all ranks have lost together follows from
-    neither. Of each element
+    A gradient that differs by 1e-7 may be rounded to the other neighbour, so not numbers are compared, but what all
+    ranks have lost together. Of each element
 
         mean of the gradients + what was lost before - what is handed out = what is lost by now
 
-    is at most half a step of each of the two roundings. It does not grow from step to step, as it does if errors are
-    forgotten or sent twice.
+    is at most half a step of each of the two roundings, and does not grow as if errors were forgotten or sent twice.
     """
 
-    def __init__(self, case: FuzzCase, twin: nn.Module) -> None:
+    def __init__(self, case, twin):
         super().__init__(case, twin)
         self.lost = self.errors
         """By parameter what was lost, the mean of the ranks' errors."""
-        self.most: dict[int, Tensor] = {}
+        self.most = {}
         """The most that it can be, by block. So is the mean of the errors' magnitudes: one rank has the second loss."""
-        self.expected: dict[int, Tensor] = {}
+        self.expected = {}
 
-    def reduce_one(self, parameter: Tensor, gradient: Tensor) -> None:
+    def reduce_one(self, parameter, gradient):
         """To the mean, and what was lost before."""
         # In memory it lies as the parameter does; torch says that it is in row order.
         strides, key = torch.empty_like(parameter).stride(), id(parameter)
@@ -589,11 +574,11 @@ class EightBits(Reference):
         self.most[key], self.expected[key] = (first + second) / 2, expected
         gradient.copy_(expected.view(gradient.shape))
 
-    def _peaks(self, flat: Tensor) -> Tensor:
+    def _peaks(self, flat):
         padded = nn.functional.pad(flat, (0, -flat.numel() % self.case.per_scale))
         return padded.view(-1, self.case.per_scale).abs().amax(1)
 
-    def handed_out(self, ours: nn.Module, theirs: nn.Module) -> str:
+    def handed_out(self, ours, theirs):
         """The first gradient of ours that is too far away. The twin goes on with those of the first rank."""
         rtol, atol = self.case.tolerance.values()
         differences = []
@@ -618,7 +603,7 @@ class EightBits(Reference):
 # --- running a case ---------------------------------------------------------------------------------------------
 
 
-def run_case(case: FuzzCase) -> Outcome:
+def run_case(case):
     """Run a case on this rank. It goes on after a difference: the other rank waits in a collective otherwise."""
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
@@ -634,7 +619,7 @@ def run_case(case: FuzzCase) -> Outcome:
     return Outcome(next(iter(run.differences), ""), report.mode, dict(report.backwards), _digest(run.stack))
 
 
-def _digest(stack: nn.Module) -> str:
+def _digest(stack):
     hashed = hashlib.sha256()
     for parameter in stack.parameters():
         for value in (parameter.detach(), parameter.grad):
@@ -645,9 +630,9 @@ def _digest(stack: nn.Module) -> str:
 class Run:
     """A case's two models and what trains them, and the differences that this rank saw."""
 
-    def __init__(self, case: FuzzCase) -> None:
+    def __init__(self, case):
         self.case = case
-        self.differences: list[str] = []
+        self.differences = []
         self.odd = dist.get_rank() % 2
         self.stack = Stack(case)
         self.twin = copy.deepcopy(self.stack)
@@ -663,7 +648,7 @@ class Run:
         elif case.comm_hook or case.part_by or case.wire or case.divides:
             dist._register_comm_hook(self.theirs.reducer, self.reference, type(self.reference).reduce)
 
-    def replicate(self) -> None:
+    def replicate(self):
         case = self.case
         config = dp_compile.ReplicateConfig(
             backend="aot_eager",
@@ -673,16 +658,16 @@ class Run:
             check_reductions=case.check_reductions,
             mp_policy=_policy(case, case.wire),
         )
-        options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
+        options = {"config": config, **BUCKETS[case.buckets]}
         if case.levels:
             options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
-        self.parts: list[nn.Module] = [self.stack]
+        self.parts = [self.stack]
         if case.part:
             self.parts += [self.stack.get_submodule(case.part)]
             policy = _policy(case, case.part_by or case.wire, cast_forward_inputs=not case.part_by)
             dp_compile.replicate(self.parts[1], **options | {"config": replace(config, mp_policy=policy)})
         if case.wrapper:
-            self.ours: nn.Module = dp_compile.DistributedDataParallel(self.stack, **options)
+            self.ours = dp_compile.DistributedDataParallel(self.stack, **options)
         else:
             self.ours = dp_compile.replicate(self.stack, **options)
         for part in (self.ours, *self.parts[1:]):
@@ -695,7 +680,7 @@ class Run:
         if case.hooks_late:
             _set_hooks(case, self.stack)
 
-    def train(self) -> None:
+    def train(self):
         case = self.case
         compiled = _compiled(case, self.ours, self.stack)
         optimizers = [_optimizer(case, model) for model in (self.stack, self.twin)]
@@ -713,13 +698,13 @@ class Run:
             self.step(number, step, run, optimizers)
         self.compare("the end")
 
-    def compare(self, when: str) -> None:
+    def compare(self, when):
         try:
             compare(self.stack, self.twin, when, **self.case.tolerance)
         except AssertionError as error:
             self.differences.append(str(error))
 
-    def step(self, number: int, step: Step, run: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def step(self, number, step, run, optimizers):
         case, failure = self.case, step.failure
         in_backward = failure is not None and "step" not in failure.where
         for tried in (failure, None) if in_backward else (None,):
@@ -740,7 +725,7 @@ class Run:
             optimizers[1].zero_grad()  # as `in_backward` does
             self.compare(f"after step {number}")
 
-    def backwards(self, number: int, step: Step, run: Any, failure: Failure | None) -> None:
+    def backwards(self, number, step, run, failure):
         """The micro steps of a step, up to the one that fails."""
         if failure is not None and failure.micro + 1 < len(step.micros) and not failure.ranks[self.odd]:
             return  # what fails without synchronisation on other ranks is not noticed on this one
@@ -769,16 +754,14 @@ class Run:
             if local:
                 self.edit(micro)
 
-    def forward(self, model: Any, batch: Batch, micro: Micro) -> list[Tensor]:
+    def forward(self, model, batch, micro):
         with torch.autocast("cpu", torch.bfloat16) if self.case.autocast else nullcontext():
             losses = LOSSES[micro.loss](model(*batch))
         if micro.other[self.odd]:
             nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
         return losses
 
-    def backward(
-        self, losses: list[Tensor], micro: Micro, stack: Stack, failing: Failure | None, *, local: bool
-    ) -> None:
+    def backward(self, losses, micro, stack, failing, *, local):
         """One for each loss, or one for all together if it is synchronised."""
         with nullcontext() if failing is None else self.failing(failing, micro, stack):
             if failing is not None and failing.where == "loss":
@@ -787,7 +770,7 @@ class Run:
                 loss.backward(retain_graph=local and number < len(losses))
 
     @contextmanager
-    def failing(self, failure: Failure, micro: Micro, stack: Stack) -> Iterator[None]:
+    def failing(self, failure, micro, stack):
         """Make the backward inside raise, and see that it does."""
         fails = failure.ranks[self.odd]
         wanted = UserError if fails else VoidBackwardError
@@ -807,11 +790,11 @@ class Run:
             if handle is not None:
                 handle.remove()
 
-    def edit(self, micro: Micro) -> None:
+    def edit(self, micro):
         for stack in (self.stack, self.twin):
             _edit(micro.edit, list(stack.parameters()))
 
-    def transform(self, number: int, step: Step, run: Any) -> None:
+    def transform(self, number, step, run):
         """The same data on all ranks: buffers that a forward changes stay the same on all."""
         batch = _batch(self.case, step.micros[0], 10 * number, 0)
         mine = _transformed(step.transform, run if step.transform == "autograd.grad" else self.stack, batch)
@@ -823,20 +806,20 @@ class Run:
                 self.differences.append(f"before step {number}: {step.transform}: {error}")
 
 
-def _set_hooks(case: FuzzCase, model: nn.Module) -> None:
+def _set_hooks(case, model):
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable[::2] if case.hook else ():
         parameter.register_post_accumulate_grad_hook(HOOKS[case.hook])
 
 
-def _policy(case: FuzzCase, wire: str, **options: Any) -> MixedPrecisionPolicy:
+def _policy(case, wire, **options):
     """`wire`: a dtype, "" (that of the parameters), or `hook`, which says itself how gradients travel."""
     sent = "" if wire == "hook" else wire or ("float32" if case.compute and not case.comm_hook else "")
     dtypes = [getattr(torch, each) if each else None for each in (case.compute, sent)]
     return MixedPrecisionPolicy(*dtypes, **options)
 
 
-def _optimizer(case: FuzzCase, stack: Stack) -> torch.optim.Optimizer:
+def _optimizer(case, stack):
     if not case.adamw:
         return torch.optim.SGD(stack.parameters(), lr=0.05, momentum=0.9)
     groups = [{"params": [*stack.blocks.parameters()]}, {"params": [*stack.head.parameters()], "lr": 0.02}]
@@ -844,7 +827,7 @@ def _optimizer(case: FuzzCase, stack: Stack) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.05, eps=0.1)
 
 
-def _step(optimizer: torch.optim.Optimizer, failure: Failure | None) -> None:
+def _step(optimizer, failure):
     if failure is None:
         optimizer.step()
         return
@@ -857,12 +840,12 @@ def _step(optimizer: torch.optim.Optimizer, failure: Failure | None) -> None:
         optimizer.step()
 
 
-def _calls(case: FuzzCase, micro: Micro, rank: int) -> tuple[tuple[None, ...], ...]:
+def _calls(case, micro, rank):
     left_out = case.ways[micro.way[rank % 2]]
     return tuple((None,) * micro.depth * (position not in left_out) for position in range(len(case.blocks)))
 
 
-def _batch(case: FuzzCase, micro: Micro, number: int, rank: int) -> Batch:
+def _batch(case, micro, number, rank):
     generator = torch.Generator().manual_seed(1000 * case.seed + 100 * rank + number)
     rows = micro.batch[rank % 2]
     x = torch.randn(rows, case.width, generator=generator)

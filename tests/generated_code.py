@@ -4,28 +4,23 @@ From launch to wait nothing may write or free what a collective reads, nor read 
 the order of calls, which is the order on the device; the allocator of a GPU and its streams are another matter.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
-LAUNCH: Final = "launch"
-WAIT: Final = "wait"
-KERNEL: Final = "kernel"
-LIBRARY: Final = "library"
-_NETWORK: Final = re.compile(r"torch\.ops\._c10d_functional\.(\w+)")
-_REDUCE_SCATTER: Final = "reduce_scatter_tensor"
-_ALL_GATHER: Final = "all_gather_into_tensor"
-_UNKNOWN: Final = 2**62
+LAUNCH = "launch"
+WAIT = "wait"
+KERNEL = "kernel"
+LIBRARY = "library"
+_NETWORK = re.compile(r"torch\.ops\._c10d_functional\.(\w+)")
+_REDUCE_SCATTER = "reduce_scatter_tensor"
+_ALL_GATHER = "all_gather_into_tensor"
+_UNKNOWN = 2**62
 """The end of memory whose size the text does not say."""
-_VIEWS: Final = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
-_NO_TENSORS: Final = re.compile(
-    r"assert_|get_raw_stream|torch\.cuda|torch\._C|args\.clear|empty_strided|device_interface"
-)
+_VIEWS = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
+_NO_TENSORS = re.compile(r"assert_|get_raw_stream|torch\.cuda|torch\._C|args\.clear|empty_strided|device_interface")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +32,13 @@ class Span:
     end: int = _UNKNOWN
 
     @property
-    def numel(self) -> int:
+    def numel(self):
         return self.end - self.start
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other):
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.storage if self.end == _UNKNOWN else f"{self.storage}[{self.start}:{self.end}]"
 
 
@@ -75,13 +70,13 @@ class GeneratedCode:
     faults: tuple[str, ...]
 
     @property
-    def order(self) -> str:
+    def order(self):
         """A letter a call: `A` launch, `W` wait, `k` generated kernel, `m` a library's."""
         letters = {LAUNCH: "A", WAIT: "W", KERNEL: "k", LIBRARY: "m"}
         return "".join(letters[call.kind] for call in self.calls)
 
 
-def read_code(code: str) -> GeneratedCode:
+def read_code(code):
     """Read the Python text that Inductor generated for one graph."""
     tree = ast.parse(code)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"]
@@ -97,11 +92,10 @@ def read_code(code: str) -> GeneratedCode:
     return GeneratedCode(tuple(reader.calls), tuple(reader.faults))
 
 
-def copies(members: Iterable[tuple[str, Span]], code: GeneratedCode) -> Iterator[str]:
-    """Gradients, by their places in buckets, that the call which writes them takes from one memory of their size,
-    written before by another call."""
+def copies(members, code):
+    """Gradients whose last writer takes them from one memory of their size that another call has written before."""
     for label, member in members:
-        written: set[Span] = set()
+        written = set()
         for call in code.calls:
             if call.kind == LAUNCH and any(member.overlaps(span) for span in call.reads):
                 break
@@ -114,18 +108,18 @@ def copies(members: Iterable[tuple[str, Span]], code: GeneratedCode) -> Iterator
             written.update(call.writes)
 
 
-def _is_result(span: Span) -> bool:
+def _is_result(span):
     """Whether it is one of several that a library's call returned."""
     return "[" in span.storage and not span.storage.startswith("args")
 
 
-def triton_sources(code: str) -> dict[str, str]:
+def triton_sources(code):
     """The source of each Triton kernel of a generated code, by its name."""
     made = _made_by(ast.parse(code), "async_compile.triton")
     return {name: str(ast.literal_eval(call.args[1])) for name, call in made.items()}
 
 
-def _made_by(tree: ast.Module, function: str) -> dict[str, ast.Call]:
+def _made_by(tree, function):
     """What is assigned the result of a function, by name."""
     assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
     return {
@@ -135,9 +129,9 @@ def _made_by(tree: ast.Module, function: str) -> dict[str, ast.Call]:
     }
 
 
-def _kernels(tree: ast.Module) -> dict[str, list[bool]]:
+def _kernels(tree):
     """Of each generated kernel, for its arguments in order, whether it writes them."""
-    found: dict[str, list[bool]] = {}
+    found = {}
     for name, call in _made_by(tree, "async_compile.cpp_pybinding").items():
         found[name] = ["const" not in kind for kind in ast.literal_eval(call.args[0])]
     for name, call in _made_by(tree, "async_compile.triton").items():
@@ -146,10 +140,9 @@ def _kernels(tree: ast.Module) -> dict[str, list[bool]]:
     return found
 
 
-def kernel_arguments(source: str) -> tuple[str, ...]:
+def kernel_arguments(source):
     """The names of a Triton kernel's arguments, in order: `in_ptr0` is read, `out_ptr0` and `in_out_ptr0` written."""
     found = re.search(r"def \w+\(([^)]*)\):", source[source.index("@triton.jit") :])
-    assert found is not None
     return tuple(each.split(":")[0].strip() for each in found[1].split(","))
 
 
@@ -164,7 +157,7 @@ class _Reader:
     faults: list[str] = field(default_factory=list)
     allocations: Counter[str] = field(default_factory=Counter)
 
-    def read(self, statement: ast.stmt) -> None:
+    def read(self, statement):
         if isinstance(statement, ast.Delete):
             for target in statement.targets:
                 self._bind(ast.unparse(target), (), statement.lineno)
@@ -177,7 +170,7 @@ class _Reader:
                 if isinstance(node, ast.expr):
                     self._value(node, f"line {statement.lineno}")
 
-    def _assign(self, target: ast.expr, value: ast.expr, result: Spans) -> None:
+    def _assign(self, target, value, result):
         if isinstance(target, (ast.Tuple, ast.List)):  # the inputs, or the results of a kernel
             for number, each in enumerate(target.elts):
                 name = ast.unparse(each)
@@ -185,7 +178,7 @@ class _Reader:
         elif isinstance(target, ast.Name):
             self._bind(target.id, result, target.lineno)
 
-    def _bind(self, name: str, spans: Spans, line: int) -> None:
+    def _bind(self, name, spans, line):
         """A name stands for other memory from now on, or for none."""
         before = self.names.pop(name, ())
         if spans:
@@ -199,7 +192,7 @@ class _Reader:
 
     # --- expressions
 
-    def _value(self, node: ast.expr, name: str) -> Spans:
+    def _value(self, node, name):
         """The memory of an expression; calls in it are noted."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, ())
@@ -210,14 +203,14 @@ class _Reader:
         found = (self._value(each, name) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
         return tuple(span for spans in found for span in spans)
 
-    def _item(self, node: ast.Subscript, name: str) -> Spans:
+    def _item(self, node, name):
         spans = self._value(node.value, name)
         if len(spans) > 1 and isinstance(node.slice, ast.Constant):  # of a grouped collective
             return (spans[int(ast.literal_eval(node.slice))],)
         item = ast.unparse(node.slice)
         return tuple(span if span.end != _UNKNOWN else Span(f"{span.storage}[{item}]") for span in spans)
 
-    def _call(self, node: ast.Call, name: str) -> Spans:
+    def _call(self, node, name):
         function = ast.unparse(node.func)
         if function.endswith("reinterpret_tensor"):
             return self._view(node, name)
@@ -243,19 +236,19 @@ class _Reader:
             self._note(Call(kind, function, node.lineno, reads, writes))
         return self._result(function, reads, writes, name)
 
-    def _note_size(self, node: ast.Call) -> None:
+    def _note_size(self, node):
         """The text says of results of a library only here how large they are."""
         name = ast.unparse(node.args[0])
         for span in self.names.get(name, ())[:1]:
             if span.end == _UNKNOWN:
                 self.names[name] = (Span(span.storage, 0, _numel(node.args[1], node.args[2])),)
 
-    def _allocated(self, name: str) -> str:
+    def _allocated(self, name):
         """A name for new memory, with a number if the name had memory before."""
         self.allocations[name] += 1
         return name if self.allocations[name] == 1 else f"{name}#{self.allocations[name]}"
 
-    def _view(self, node: ast.Call, name: str) -> Spans:
+    def _view(self, node, name):
         (base,) = self._value(node.args[0], name) or (Span(ast.unparse(node.args[0])),)
         try:
             start = base.start + int(ast.literal_eval(node.args[3]))
@@ -263,7 +256,7 @@ class _Reader:
             return (base,)
         return (Span(base.storage, start, start + _numel(node.args[1], node.args[2])),)
 
-    def _written(self, function: str, given: Sequence[Spans], named: Mapping[str | None, Spans], owner: Spans) -> Spans:
+    def _written(self, function, given, named, owner):
         kernel = self.kernels.get(function.removesuffix(".run"))
         if kernel is not None:
             return tuple(span for spans, writes in zip(given, kernel, strict=False) if writes for span in spans)
@@ -274,16 +267,14 @@ class _Reader:
             changed.append(owner)
         return tuple(span for spans in changed for span in spans)
 
-    def _result(self, function: str, reads: Spans, writes: Spans, name: str) -> Spans:
+    def _result(self, function, reads, writes, name):
         if function.startswith("torch.ops.") and function.split(".")[3] in _VIEWS:
             return reads[:1] and (Span(reads[0].storage),)
         return writes or (Span(self._allocated(name)),)
 
     # --- the network
 
-    def _network(
-        self, operator: str, node: ast.Call, given: Sequence[Spans], named: Mapping[str | None, Spans], name: str
-    ) -> Spans:
+    def _network(self, operator, node, given, named, name):
         tensors, line = given[0] if given else (), node.lineno
         if operator == "wait_tensor":
             self._wait(Call(WAIT, operator, line, tensors, ()))
@@ -300,7 +291,7 @@ class _Reader:
         self.flights.append(_Flight(launch, list(written)))
         return written
 
-    def _wait(self, call: Call) -> None:
+    def _wait(self, call):
         self.calls.append(call)
         landed = [
             flight for flight in self.flights if any(each.overlaps(s) for s in flight.written for each in call.reads)
@@ -311,7 +302,7 @@ class _Reader:
             flight.written = [span for span in flight.written if not _overlap([span], call.reads)]
         self.flights = [flight for flight in self.flights if flight.written]
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call):
         self.calls.append(call)
         for flight in self.flights:
             for span in call.reads + call.writes:
@@ -322,12 +313,12 @@ class _Reader:
                     self.fault(call.line, f"{call.name} writes {span}, which is being sent", flight)
                     break
 
-    def fault(self, line: int, what: str, flight: _Flight) -> None:
+    def fault(self, line, what, flight):
         launch = flight.launch
         self.faults.append(f"line {line}: {what} while {launch.name} of line {launch.line} is under way")
 
 
-def _result_numel(operator: str, node: ast.Call, tensors: Spans) -> int:
+def _result_numel(operator, node, tensors):
     """How many elements the result of a collective has, if the text shows it."""
     if operator not in (_REDUCE_SCATTER, _ALL_GATHER) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
         return _UNKNOWN
@@ -335,11 +326,11 @@ def _result_numel(operator: str, node: ast.Call, tensors: Spans) -> int:
     return numel * ranks if operator == _ALL_GATHER else numel // ranks
 
 
-def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
+def _overlap(some, others):
     return any(one.overlaps(other) for one in some for other in others)
 
 
-def _numel(sizes: ast.expr, strides: ast.expr) -> int:
+def _numel(sizes, strides):
     """Elements from the first to the last one."""
     try:
         pairs = list(zip(ast.literal_eval(sizes), ast.literal_eval(strides), strict=True))
@@ -348,5 +339,5 @@ def _numel(sizes: ast.expr, strides: ast.expr) -> int:
     return 0 if any(size == 0 for size, _ in pairs) else 1 + sum((size - 1) * stride for size, stride in pairs)
 
 
-def _text(spans: Sequence[Span]) -> str:
+def _text(spans):
     return ", ".join(map(str, spans)) or "nothing"

@@ -1,17 +1,12 @@
 """Meshes of two and three dimensions for the tests with tensor parallel, over the ranks of `meshed`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 import torch.distributed as dist
-from torch import fx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dp_compile._torch import distributed
@@ -23,27 +18,26 @@ LEVELS = ("between", "inside", "tp")
 
 
 @functools.cache
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+def mesh_of(shape, names=None):
     return init_device_mesh("cpu", shape, mesh_dim_names=names or (NAMES if len(shape) == 2 else LEVELS))
 
 
-def dp_of(mesh: DeviceMesh) -> tuple[DeviceMesh, int, int]:
+def dp_of(mesh):
     """What to replicate over, how many ranks that are, and the place of this one among them."""
     dp = mesh["dp"] if mesh.ndim == 2 else mesh["between", "inside"]
     places = list(itertools.product(*map(range, dp.shape)))
     coordinate = dp.get_coordinate()
-    assert coordinate is not None
     return dp, dp.size(), places.index(tuple(coordinate))
 
 
-def keep_groups() -> None:
+def keep_groups():
     """torch keeps what it learns of DTensors by mesh, with groups that a rank of the tests would end (torch 2.13)."""
     distributed.end_other_groups = lambda: None
 
 
-def full(tensor: Any) -> torch.Tensor:
+def full(tensor):
     """All of a tensor on this rank."""
-    result: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    result = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return result.detach()
 
 
@@ -59,8 +53,8 @@ class Reads:
     name: ClassVar[str] = "reads"
     found: ClassVar[list[Orders]] = []
 
-    def __call__(self, graph: fx.Graph, plans: Any) -> PassResult:
-        orders: Orders = {}
+    def __call__(self, graph, plans):
+        orders = {}
         for node in filter(is_collective, graph.nodes):
             group = tuple(dist.get_process_group_ranks(distributed.group_of_name(str(node.args[-1]))))
             text = f"{node.target} of {list(node.args[0].meta['val'].shape)}"
@@ -73,7 +67,7 @@ class Reads:
         return PassResult()
 
 
-def unordered(orders: Sequence[Mapping[tuple[int, ...], Any]]) -> list[tuple[int, ...]]:
+def unordered(orders):
     """Of one backward, by rank: the groups of which not all ranks have the collectives in the same order."""
     return [
         group

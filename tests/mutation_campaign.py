@@ -12,8 +12,6 @@ Prints a table in Markdown and exits with 1 if a fault survived or could not be 
 in a copy without the fault; no end within `--timeout` counts as seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os
@@ -24,12 +22,10 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
@@ -53,7 +49,7 @@ class Mutant:
     tests: tuple[str, ...]
     why: str
 
-    def planted(self, source: str) -> str:
+    def planted(self, source):
         """The text of the file with the fault; raises `NotPlanted` if it does not fit, or is the same or no Python."""
         if source.count(self.old) != 1:
             raise NotPlanted(f"{self.id}: {self.file} holds the text {source.count(self.old)} times, not once")
@@ -77,15 +73,15 @@ class Verdict:
     seconds: float = 0.0
 
     @property
-    def seen(self) -> bool:
+    def seen(self):
         return not self.trouble and (self.hung or bool(self.killers))
 
-    def row(self) -> str:
+    def row(self):
         what = self.trouble or "<br>".join([*self.killers, *(["hang"] if self.hung else [])]) or "**SURVIVED**"
         return f"| {self.mutant.id} | {self.mutant.why} | {what} | {self.seconds:.0f} |"
 
 
-def load(paths: Sequence[Path]) -> tuple[Mutant, ...]:
+def load(paths):
     """The faults of some lists; raises `NotPlanted` for a key that is missing, unknown or empty, or an id twice."""
     mutants = []
     for name, table in ((each.name, table) for each in paths for table in tomllib.loads(each.read_text())["mutant"]):
@@ -105,11 +101,11 @@ class Campaign:
     `collect`: run on after the first test that fails. `timeout_s`: for one run of pytest.
     """
 
-    def __init__(self, root: Path, *, collect: bool, timeout_s: float) -> None:
+    def __init__(self, root, *, collect, timeout_s):
         self._root, self._collect, self._timeout_s = root, collect, timeout_s
-        self._running: set[int] = set()
+        self._running = set()
 
-    def run(self, mutants: Sequence[Mutant], jobs: int = 1) -> list[Verdict]:
+    def run(self, mutants, jobs=1):
         """What was seen of each, in the order given."""
         with ThreadPoolExecutor(jobs) as pool:
             try:
@@ -127,7 +123,7 @@ class Campaign:
             for verdict, names in zip(verdicts, known, strict=True)
         ]
 
-    def _verdict(self, mutant: Mutant) -> Verdict:
+    def _verdict(self, mutant):
         started = time.monotonic()
         try:
             verdict = Verdict(mutant, *self._run(mutant, mutant.tests))
@@ -137,7 +133,7 @@ class Campaign:
         print(verdict.row(), file=sys.stderr)
         return verdict
 
-    def _run(self, mutant: Mutant | None, tests: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    def _run(self, mutant, tests):
         """The tests that fail in a copy with a fault, or without one, and whether pytest did not end."""
         with tempfile.TemporaryDirectory() as directory:
             tree = Path(shutil.copytree(self._root, Path(directory, "tree"), ignore=NOT_COPIED))
@@ -146,7 +142,7 @@ class Campaign:
                 file.write_text(mutant.planted(file.read_text()))
             return self._run_in(tree, tests, faulty=mutant is not None)
 
-    def _run_in(self, tree: Path, tests: Sequence[str], *, faulty: bool) -> tuple[tuple[str, ...], bool]:
+    def _run_in(self, tree, tests, *, faulty):
         report = tree.parent / "report"
         report.write_text("")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem, *tests]
@@ -154,7 +150,7 @@ class Campaign:
         # The copy comes first also in the processes that tests start.
         path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
         environment = os.environ | {"PYTHONPATH": path, REPORT_VARIABLE: str(report)}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         hung, output = False, ""
         with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes) as process:
             self._running.add(process.pid)
@@ -176,7 +172,7 @@ class Campaign:
         return tuple(dict.fromkeys(failed)), hung
 
 
-def _kill(leader: int) -> None:
+def _kill(leader):
     """A run of pytest with all processes that it started, also ranks that outlived it."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
@@ -185,17 +181,17 @@ def _kill(leader: int) -> None:
 # --- as a plugin of pytest, in the copy -------------------------------------------------------------------------------
 
 
-def _write(line: str) -> None:
+def _write(line):
     if path := os.environ.get(REPORT_VARIABLE):
         with open(path, "a") as file:
             file.write(f"{line}\n")
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart():
     _write(str(__import__(PACKAGE).__file__))
 
 
-def pytest_runtest_logreport(report: Any) -> None:
+def pytest_runtest_logreport(report):
     if report.failed:
         _write(report.nodeid)
 
@@ -206,7 +202,7 @@ pytest_collectreport = pytest_runtest_logreport
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lists", nargs="*", type=Path, help="files of faults (default: all in tests/mutants)")
     parser.add_argument("--only", action="append", metavar="ID", help="this fault; may be given again")

@@ -12,40 +12,36 @@ Two things are stricter than NCCL, so that a fault shows each time and not once 
 Sums are added up in the order of the ranks, in the dtype of the tensor: every rank gets the same bits.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from dp_compile.bench.simulated_group import hidden_from_dynamo
-from dp_compile.plan.backends import NCCL, Backend
+from dp_compile.plan.backends import NCCL
 
-ADDING: Final = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-PICKING: Final = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.PRODUCT: torch.mul}
-REFUSED_DTYPES: Final = (torch.int16, torch.complex64, torch.complex128)
+ADDING = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+PICKING = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.PRODUCT: torch.mul}
+REFUSED_DTYPES = (torch.int16, torch.complex64, torch.complex128)
 
-launched: Final[Counter[str]] = Counter()
+launched = Counter()
 """How often each collective was launched in this process, with its op: `reduce_scatter avg`, `all_gather`."""
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor):
     """All elements in the order of the memory, whichever memory format it has."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
@@ -54,11 +50,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 class Work(dist.Work):
     """A collective on its way. Holds what it reads and writes until it was waited for. `given`: copies of that."""
 
-    def __init__(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], timeout: timedelta) -> None:
+    def __init__(self, reads, writes, timeout):
         super().__init__()
         self._lock, self._timeout, self._is_delivered = threading.RLock(), timeout, False
-        self._ran: futures.Future[Sequence[torch.Tensor]] = futures.Future()
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._ran = futures.Future()
+        self._future = None
         self._reads, self._writes = [_flat(each) for each in reads], [_flat(each) for each in writes]
         self._tensors = list(writes or reads)
         self.given = [each.clone() for each in self._reads]
@@ -68,19 +64,17 @@ class Work(dist.Work):
                 each.fill_(torch.nan if kind.is_floating_point else kind == torch.bool or torch.iinfo(kind).max)
             written = {(each.data_ptr(), each.numel()) for each in self._writes}
             for flat, own in zip(self._reads, self.given, strict=True):
-                if (
-                    flat.data_ptr(),
-                    flat.numel(),
-                ) not in written:  # a part of an all-gather that is in its place already
+                # But for a part of an all-gather that is in its place already.
+                if (flat.data_ptr(), flat.numel()) not in written:
                     flat.copy_(own)
         self._before = [each.clone() for each in (*self._reads, *self._writes)]
 
-    def ran(self, results: Sequence[torch.Tensor] = (), error: BaseException | None = None) -> None:
+    def ran(self, results=(), error=None):
         """The collective has ended, with these results in private memory, or it was aborted."""
         with suppress(futures.InvalidStateError):
             self._ran.set_result(results) if error is None else self._ran.set_exception(error)
 
-    def _deliver(self) -> None:
+    def _deliver(self):
         with self._lock, torch.no_grad():
             results = self._ran.result()
             if self._is_delivered:
@@ -92,17 +86,17 @@ class Work(dist.Work):
                 memory.copy_(result)
             self._is_delivered, self._before, self.given, self._reads = True, [], [], []
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout=None):
         limit = (timeout or self._timeout).total_seconds()
         if not futures.wait([self._ran], limit).done:
             raise dist.DistBackendError(f"a collective has not ended within {limit:g} s")
         self._deliver()
         return True
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self._ran.done() and self.wait()
 
-    def get_future(self) -> Any:
+    def get_future(self):
         """Its result is in the memory when it is completed: torch's reducer waits for it and never for the work."""
         with self._lock:
             if self._future is None:
@@ -112,7 +106,7 @@ class Work(dist.Work):
                 self._ran.add_done_callback(lambda _: finish.start())
             return self._future
 
-    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+    def _complete(self, future):
         try:
             self._deliver()
         except BaseException as error:  # raised by the future's wait
@@ -121,10 +115,7 @@ class Work(dist.Work):
             future.set_result(self._tensors)
 
 
-Lane: TypeAlias = "queue.SimpleQueue[tuple[Work, Callable[[], Sequence[torch.Tensor]]] | None]"
-
-
-def _run(lane: Lane) -> None:
+def _run(lane):
     with torch.no_grad():
         while (found := lane.get()) is not None:
             work, collective = found
@@ -135,30 +126,25 @@ def _run(lane: Lane) -> None:
             del found, work, collective  # this thread may wait for long, and would hold the tensors
 
 
-def _end(lane: Lane, thread: threading.Thread) -> None:
+def _end(lane, thread):
     lane.put(None)
     thread.join(1.0)
 
 
 @hidden_from_dynamo
 class StandIn(dist.ProcessGroup):
-    """The process group.
+    """The process group, registered as `name`; `timeout`: of each collective."""
 
-    Args:
-        name: under which it is registered.
-        timeout: of each collective.
-    """
-
-    def __init__(self, name: str, store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, name, store, rank, ranks, timeout):
         super().__init__(rank, ranks)  # annotated is only the one with a store
         # No stream on a CPU: the host waits, and its clock measures.
-        self.dp_compile_backend: Backend = replace(NCCL, name=name, device="cpu", on_stream=False)
+        self.dp_compile_backend = replace(NCCL, name=name, device="cpu", on_stream=False)
         self.options = SimpleNamespace(_timeout=timeout)
         self._name = self._description = ""
         self._inner = dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
         self._count, self._is_aborted = 0, False
-        self._lane: Lane = queue.SimpleQueue()
-        self._pending: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._lane = queue.SimpleQueue()
+        self._pending = weakref.WeakSet()
         thread = threading.Thread(target=_run, args=(self._lane,), name="stand-in for NCCL", daemon=True)
         thread.start()
         # At the end of the process too: no thread of torch's may live on.
@@ -166,48 +152,42 @@ class StandIn(dist.ProcessGroup):
 
     # --- what torch asks of a group
 
-    def getBackendName(self) -> str:
+    def getBackendName(self):
         return self.dp_compile_backend.name
 
-    def getGroupName(self) -> str:
+    def getGroupName(self):
         return self._name
 
-    def setGroupName(self, name: str) -> None:
+    def setGroupName(self, name):
         self._name = name
 
-    def getGroupDesc(self) -> str:
+    def getGroupDesc(self):
         return self._description
 
-    def setGroupDesc(self, description: str) -> None:
+    def setGroupDesc(self, description):
         self._description = description
 
-    def _get_backend(self, device: torch.device) -> Any:
+    def _get_backend(self, device):
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"No backend type associated with device type {device}")
         return self
 
-    def _get_sequence_number_for_group(self) -> int:
+    def _get_sequence_number_for_group(self):
         return self._count
 
-    def abort(self) -> None:
+    def abort(self):
         """Each collective that has not ended raises, and so does every launch from now on."""
         self._is_aborted = True
         for work in tuple(self._pending):
             work.ran(error=dist.DistBackendError("the process group was aborted"))
         self.shutdown()
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self._lane.put(None)
 
     # --- the lane
 
-    def _launch(
-        self,
-        what: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        collective: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
-    ) -> Work:
+    def _launch(self, what, reads, writes, collective):
         if self._is_aborted:
             raise dist.DistBackendError("the process group was aborted")
         for each in (*reads, *writes):
@@ -225,14 +205,14 @@ class StandIn(dist.ProcessGroup):
         self._lane.put((work, lambda: collective(given)))
         return work
 
-    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(self, own):
         """The same tensor of each rank."""
         sent = _bytes(own)
         parts = [torch.empty_like(sent) for _ in range(self.size())]
         self._inner.allgather([parts], [sent]).wait()
         return [each.view(own.dtype) for each in parts]
 
-    def _op(self, opts: Any) -> Any:
+    def _op(self, opts):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         found = next((each for each in (*ADDING, *PICKING) if op == each), None)
         if found is None:
@@ -241,7 +221,7 @@ class StandIn(dist.ProcessGroup):
             raise ValueError("AVG over one rank: NCCL may return anything")
         return found
 
-    def _reduced(self, own: torch.Tensor, op: Any) -> torch.Tensor:
+    def _reduced(self, own, op):
         parts = self._gathered(own)
         if op == dist.ReduceOp.AVG and own.is_floating_point():
             parts = [each * (1 / self.size()) for each in parts]  # before the sum, as NCCL
@@ -255,14 +235,14 @@ class StandIn(dist.ProcessGroup):
 
     # --- collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+    def allreduce(self, tensors, opts=None):
         given, op = _listed(tensors), self._op(opts)
         return self._launch(f"all_reduce {_name(op)}", given, given, lambda g: [self._reduced(x, op) for x in g])
 
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output, given, opts=None):
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         op = self._op(opts)
         for output, given in zip(outputs, inputs, strict=True):
             if output.dtype != given.dtype or output.numel() * self.size() != given.numel():
@@ -270,40 +250,38 @@ class StandIn(dist.ProcessGroup):
         reduce = lambda g: [self._reduced(x, op).chunk(self.size())[self.rank()] for x in g]  # noqa: E731
         return self._launch(f"reduce_scatter {_name(op)}", inputs, outputs, reduce)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs, inputs, opts=None):
         return self.reduce_scatter_single(outputs[0], torch.cat([each.flatten() for each in inputs[0]]), opts)
 
-    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output, given, opts=None):
         return self.all_gather_single_coalesced([output], [given], opts)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         for output, given in zip(outputs, inputs, strict=True):
             if output.dtype != given.dtype or given.numel() * self.size() != output.numel():
                 raise ValueError("output tensor size must be equal to world_size times input tensor size")
         return self._launch("all_gather", inputs, outputs, lambda g: [torch.cat(self._gathered(x)) for x in g])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def allgather(self, outputs, inputs, opts=None):
         return self._launch("all_gather", inputs, outputs[0], lambda g: self._gathered(g[0]))
 
-    def all_to_all_single(
-        self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
-    ) -> Work:
+    def all_to_all_single(self, output, given, output_sizes, input_sizes, opts=None):
         row = given.numel() // max(1, len(given)) * given.element_size()
         sizes = [[each * row for each in rows] for rows in (output_sizes or [], input_sizes or [])]
 
-        def collective(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        def collective(tensors):
             received = torch.empty_like(_bytes(output))
             self._inner.alltoall_base(received, _bytes(tensors[0]), *sizes).wait()
             return [received.view(output.dtype)]
 
         return self._launch("all_to_all", [given], [output], collective)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+    def broadcast(self, tensors, opts=None):
         given, root = _listed(tensors), 0 if opts is None else opts.rootRank
         writes = given if root != self.rank() else []
         return self._launch("broadcast", given, writes, lambda g: [self._gathered(x)[root] for x in g])
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts=None):
         work = self.allreduce([torch.zeros(1)])
         work.wait()  # by the host, as NCCL's
         return work
@@ -317,34 +295,31 @@ class StandIn(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _listed(tensors: Any) -> list[torch.Tensor]:
+def _listed(tensors):
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _name(op: Any) -> str:
+def _name(op):
     return str(getattr(op, "name", op)).rpartition(".")[2].lower()
 
 
-_made: Final[weakref.WeakKeyDictionary[Any, tuple[str, bool]]] = weakref.WeakKeyDictionary()
-_count: Final = itertools.count()
-_stores: Final[list[Any]] = []
+_made = weakref.WeakKeyDictionary()
+_count = itertools.count()
+_stores = []
 """The store of the first default group, which outlives it."""
 
 
-def use(name: str = "stand-in", default: bool = False) -> None:
-    """Make the default group of this rank again with the stand-in, if it is another one. Every rank calls it.
+def use(name="stand-in", default=False):
+    """Make this rank's default group again with the stand-in, called `name` (or `cpu:nccl2,cuda:gloo`), by every rank.
 
-    Args:
-        name: of a backend, or a text as `cpu:nccl2,cuda:gloo`.
-        default: give no name to `init_process_group`, but make this backend torch's default for the CPU.
+    `default`: give no name to `init_process_group`, but make this backend torch's default for the CPU.
     """
     before = dist.group.WORLD
-    assert before is not None
     if _made.get(before) == (name, default):
         return
     if not _stores:
         _stores.append(dist.distributed_c10d._get_default_store())
-    given: dict[str, Any] = {"rank": before.rank(), "world_size": before.size(), "timeout": timedelta(seconds=60)}
+    given = {"rank": before.rank(), "world_size": before.size(), "timeout": timedelta(seconds=60)}
     given["store"] = dist.PrefixStore(f"stand-in/{next(_count)}", _stores[0])
     dist.destroy_process_group()
     register(*(each.rpartition(":")[2] for each in name.split(",") if "gloo" not in each))
@@ -358,7 +333,7 @@ def use(name: str = "stand-in", default: bool = False) -> None:
     _made[dist.group.WORLD] = name, default
 
 
-def register(*names: str) -> None:
+def register(*names):
     """Let torch know it under these names, for tensors on the CPU."""
     for name in names:
         dist.Backend.register_backend(name, lambda *args, name=name: StandIn(name, *args), devices=["cpu"])

@@ -1,22 +1,32 @@
-"""A test that each rank of a pool runs, as in `@on_ranks("ranks2")`: it fails where one of them raises."""
-
-from __future__ import annotations
+"""Pools of ranks, and a test that each rank of one runs, as in `@on_ranks("ranks2")`: it fails where one raises."""
 
 import functools
 import inspect
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
-import pytest
+import torch
+
+from dp_compile.testing.ranks import Ranks
 
 
-def on_ranks(pool: str) -> Callable[[Callable[..., object]], Callable[..., None]]:
+class Pool(Ranks):
+    """Each call begins with a fresh compiler, as each test does."""
+
+    def run(self, function, *args, **options):
+        return super().run(_freshly, function, *args, **options)
+
+
+def _freshly(function, *args):
+    torch._dynamo.reset()
+    return function(*args)
+
+
+def on_ranks(pool):
     """`pool`: a fixture of `conftest.py`. Parameters of the test are fixtures and what `parametrize` gives, as ever."""
 
-    def decorate(scenario: Callable[..., object]) -> Callable[..., None]:
+    def decorate(scenario):
         @functools.wraps(scenario)
-        def test(request: pytest.FixtureRequest, **given: Any) -> None:
+        def test(request, **given):
             request.getfixturevalue(pool).run(_run, scenario.__module__, scenario.__name__, given)
 
         first = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -26,5 +36,5 @@ def on_ranks(pool: str) -> Callable[[Callable[..., object]], Callable[..., None]
     return decorate
 
 
-def _run(module: str, name: str, given: dict[str, Any]) -> None:
+def _run(module, name, given):
     getattr(import_module(module), name).__wrapped__(**given)

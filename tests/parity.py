@@ -1,13 +1,12 @@
 """Train a model with torch's DDP and its twin with `dp_compile` by the same steps, and compare after each."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile.insight.report import Report
+from dp_compile.optim.deferred import Pending
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
@@ -24,18 +23,18 @@ AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-def mlp(width: int = 6) -> nn.Sequential:
+def mlp(width=6):
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
 
 
 class Block(nn.Module):
     """Unlike torch's own containers, a module of the user's file is compiled by `Module.compile()`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = mlp()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layers(x)
 
 
@@ -43,30 +42,30 @@ class Untraceable(torch.autograd.Function):
     """The identity. Its backward cannot be captured as one graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         torch._dynamo.graph_break()
         return grad.clone()
 
 
-def batch(number: int, rows: int = 3) -> torch.Tensor:
+def batch(number, rows=3):
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
-def compile_whole(module: nn.Module) -> Any:
+def compile_whole(module):
     return torch.compile(module, backend="aot_eager")
 
 
-def compile_blocks(module: nn.Module) -> nn.Module:
+def compile_blocks(module):
     for each in module.children():
         each.compile(backend="aot_eager")
     return module
 
 
-def not_compiled(module: nn.Module) -> Any:
+def not_compiled(module):
     return module
 
 
@@ -84,7 +83,7 @@ class Side:
     ours: bool
     state: dict[str, Any] = field(default_factory=dict)
 
-    def loss(self, number: int) -> torch.Tensor:
+    def loss(self, number):
         return self.run(batch(number)).square().mean()
 
 
@@ -92,7 +91,7 @@ Step = Callable[[Side, int], None]
 """Backwards of one side in a step of this number."""
 
 
-def sides_of(ours: nn.Module, run: Any, theirs: DistributedDataParallel, momentum: float = 0.0) -> tuple[Side, Side]:
+def sides_of(ours, run, theirs, momentum=0.0):
     mine, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=momentum) for each in (ours, theirs))
     return (
         Side(ours, run, mine, lambda: dp_compile.no_sync(ours), ours=True),
@@ -100,15 +99,7 @@ def sides_of(ours: nn.Module, run: Any, theirs: DistributedDataParallel, momentu
     )
 
 
-def train(
-    sides: Sequence[Side],
-    steps: range,
-    step: Step,
-    *,
-    rtol: float = 1e-4,
-    atol: float = 1e-6,
-    set_to_none: Callable[[int], bool] = lambda number: True,
-) -> None:
+def train(sides, steps, step, *, rtol=1e-4, atol=1e-6, set_to_none=lambda number: True):
     """Raises where the two differ."""
     ours, theirs = (side.module for side in sides)
     for number in steps:
@@ -122,13 +113,10 @@ def train(
     compare(ours, theirs, "the end", rtol=rtol, atol=atol)
 
 
-def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol: float) -> None:
-    """Gradients, parameters and buffers, by name; also the layout of the gradients.
+def compare(ours, theirs, when, *, rtol, atol):
+    """Gradients with layout, parameters and, on the first rank, buffers: DDP hands them on one forward later."""
 
-    Buffers on the first rank only, whose buffers count: torch's DDP hands them to the others one forward later.
-    """
-
-    def check(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+    def check(what, mine, other):
         torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda text: f"{when}: {what}: {text}")
 
     if dist.get_rank() == 0:
@@ -142,24 +130,15 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol:
         check(f"parameter {name}", mine, other)
 
 
-def _layout(tensor: torch.Tensor) -> list[int]:
+def _layout(tensor):
     """Strides, but of dimensions of size one, where any stride means the same; the rows of a sparse tensor."""
     if tensor.is_sparse:
-        rows: list[int] = tensor.indices().flatten().tolist()
-        return rows
+        return tensor.indices().flatten().tolist()
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
 @contextmanager
-def _built(
-    build: Callable[[], nn.Module],
-    compile_model: Callable[[nn.Module], Any],
-    theirs_options: dict[str, Any],
-    options: dict[str, Any],
-    *,
-    momentum: float = 0.0,
-    ranks_differ: bool = False,
-) -> Iterator[tuple[Side, Side]]:
+def _built(build, compile_model, theirs_options, options, *, momentum=0.0, ranks_differ=False):
     torch.manual_seed(0)
     ours = build()
     torch.manual_seed(0)
@@ -175,29 +154,26 @@ def _built(
 
 
 def train_both(
-    build: Callable[[], nn.Module],
-    batch: Callable[[int, int], tuple[Any, ...]],
+    build,
+    batch,
     *,
-    loss: Callable[[Any], torch.Tensor] = lambda output: output.float().square().mean(),
-    steps: int = 4,
-    set_to_none: Callable[[int], bool] = lambda step: True,
-    micro_steps: int = 1,
-    autocast: bool = False,
-    compile_model: Callable[[nn.Module], Any] = compile_whole,
-    backend: str = "aot_eager",
-    options: dict[str, Any] | None = None,
-    rtol: float = 1e-5,
-    atol: float = 1e-6,
-) -> Report:
-    """Train both on this rank; raises where the two differ. Returns our report.
-
-    `batch(rank, step)` makes the inputs; only the last of `micro_steps` backwards is synchronised.
-    """
+    loss=lambda output: output.float().square().mean(),
+    steps=4,
+    set_to_none=lambda step: True,
+    micro_steps=1,
+    autocast=False,
+    compile_model=compile_whole,
+    backend="aot_eager",
+    options=None,
+    rtol=1e-5,
+    atol=1e-6,
+):
+    """Train both on `batch(rank, step)`; raises where they differ. All but the last of `micro_steps` are local."""
     options = options or {}
     theirs = {"find_unused_parameters": options.get("find_unused_parameters", False)}
     options = {"config": dp_compile.ReplicateConfig(backend=backend)} | options
 
-    def step(side: Side, number: int) -> None:
+    def step(side, number):
         for micro in range(micro_steps):
             inputs = batch(dist.get_rank(), number * micro_steps + micro)
             with side.no_sync() if micro + 1 < micro_steps else nullcontext():
@@ -210,33 +186,18 @@ def train_both(
         return dp_compile.report(sides[0].module)
 
 
-def beside(
-    build: Callable[[], nn.Module],
-    step: Step,
-    *,
-    steps: int = 3,
-    compile_model: Callable[[nn.Module], Any] = compile_whole,
-    find_unused: bool = False,
-    theirs: dict[str, Any] | None = None,
-    **options: Any,
-) -> Report:
+def beside(build, step, *, steps=3, compile_model=compile_whole, find_unused=False, theirs=None, **options):
     """As `train_both`, by backwards that a test writes itself."""
-    torch._dynamo.reset()
     unused = {"find_unused_parameters": find_unused}
     with _built(build, compile_model, unused | (theirs or {}), {"config": AOT} | unused | options) as sides:
         train(sides, range(steps), step)
         return dp_compile.report(sides[0].module)
 
 
-def train_beside(
-    ours: Any, run: Callable[..., Any], theirs: Any, steps: range, broken: Callable[[int], bool], micro: int = 1
-) -> None:
-    """Train a module of ours, run by `run`, and its twin in torch's DDP.
+def train_beside(ours, run, theirs, steps, broken, micro=1):
+    """Train ours, run by `run`, and its twin in torch's DDP. Where `broken` holds on this rank nothing is captured."""
 
-    In a step in which `broken` holds on this rank, its backward is not captured.
-    """
-
-    def step(side: Side, number: int) -> None:
+    def step(side, number):
         for each in range(micro):
             with warnings.catch_warnings(), side.no_sync() if each + 1 < micro else nullcontext():
                 warnings.simplefilter("ignore")
@@ -248,7 +209,7 @@ def train_beside(
     same_on_all_ranks(ours)
 
 
-def same_on_all_ranks(module: nn.Module) -> None:
+def same_on_all_ranks(module):
     """Raises where a parameter or a buffer is not that of the first rank."""
     for name, tensor in module.state_dict().items():
         first = tensor.detach().clone()
@@ -256,11 +217,11 @@ def same_on_all_ranks(module: nn.Module) -> None:
         assert torch.equal(first, tensor), name
 
 
-def plain(side: Side, number: int) -> None:
+def plain(side, number):
     side.loss(number).backward()
 
 
-def in_cpp(side: Side, number: int) -> None:
+def in_cpp(side, number):
     """The operator of `backward()` in TorchScript: the engine is entered without Python."""
     loss = side.loss(number)
     if side.ours and number:  # the first backward of a module is to come through Python
@@ -279,7 +240,7 @@ def in_cpp(side: Side, number: int) -> None:
 # --- in one process, on the fake group ----------------------------------------------------------------------------
 
 
-def expect_half(ours: nn.Module, theirs: nn.Module) -> None:
+def expect_half(ours, theirs):
     """An all-reduce of the fake group returns its input: the average over two ranks is half of a gradient."""
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None, name
@@ -290,12 +251,12 @@ def expect_half(ours: nn.Module, theirs: nn.Module) -> None:
 class Twin:
     """A replicated model and its plain twin, stepped together."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model, **options):
         self.plain = copy.deepcopy(model)
-        self.model: Any = dp_compile.replicate(model, **{"config": AOT} | options)
-        self.run: Callable[..., Any] = compile_whole(self.model)
+        self.model = dp_compile.replicate(model, **{"config": AOT} | options)
+        self.run = compile_whole(self.model)
 
-    def step(self, *inputs: Any, loss: Callable[[Any], torch.Tensor] = lambda out: out.square().sum()) -> None:
+    def step(self, *inputs, loss=lambda out: out.square().sum()):
         self.model.zero_grad()
         self.plain.zero_grad()
         loss(self.plain(*inputs)).backward()
@@ -303,5 +264,34 @@ class Twin:
         expect_half(self.model, self.plain)
 
     @property
-    def report(self) -> Report:
+    def report(self):
         return dp_compile.report(self.model)
+
+
+@contextmanager
+def poisoned():
+    """Inside, parameters are NaN while an update or average of them is in flight: who reads one too early sees it."""
+    before = {}
+    register = Pending.register
+
+    def registers(pending):
+        register(pending)
+        before[pending] = [each.detach().clone() for each in pending.parameters]
+        with torch.no_grad(), pending.replica.state.step_guard.updating(pending.indices):
+            for each in pending.parameters:
+                each.fill_(torch.nan)
+        pending.versions = pending._versions_now()
+
+    def restoring(finish):
+        def finishes(pending):
+            for each, value in zip(pending.parameters, before.pop(pending, ()), strict=False):
+                each.copy_(value)
+            finish(pending)
+
+        return finishes
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Pending, "register", registers))
+        for kind in Pending.__subclasses__():
+            stack.enter_context(mock.patch.object(kind, "finish", restoring(kind.finish)))
+        yield

@@ -1,18 +1,14 @@
 """Comm hooks with what they are compared with: a hook of torch's, and for eight bits a formula in NumPy."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import dp_compile
-from dp_compile import QuantizedHook
 
 
 @dataclass(frozen=True)
@@ -22,10 +18,10 @@ class Rounded(dp_compile.FunctionalHook):
     share: float = 1.0
     rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
 
-    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, gradient):
         return {"error": torch.zeros_like(gradient), "seen": gradient.new_zeros(1)}
 
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+    def reduce(self, bucket):
         given = list(zip(bucket.gradients, bucket.state, strict=True))
         whole = [gradient + self.share * state["error"] for gradient, state in given]
         sent = torch.cat([each.flatten() for each in whole]).to(torch.bfloat16)
@@ -56,12 +52,10 @@ def as_torch_s(errors, bucket):  # torch refuses annotations that are text
     return work.get_future().then(lambda done: done.value()[0].float() / dist.get_world_size())
 
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-def values_of(x: Array, hook: QuantizedHook) -> Array:
+def values_of(x, hook):
     """What comes back of blocks that were quantised. NumPy has no float8."""
     blocks = x.reshape(-1, hook.block)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -71,12 +65,12 @@ def values_of(x: Array, hook: QuantizedHook) -> Array:
         return np.asarray(q * scale, np.float32).reshape(-1)
 
 
-def in_blocks(tensors: Sequence[torch.Tensor], hook: QuantizedHook) -> Array:
+def in_blocks(tensors, hook):
     """One after the other, each filled up with zeros to whole blocks."""
     return np.concatenate([np.pad(each.flatten(), (0, -each.numel() % hook.block)) for each in tensors])
 
 
-def reduced_by_formula(gradients: Sequence[Array], errors: Sequence[Array], hook: QuantizedHook) -> tuple[Array, Any]:
+def reduced_by_formula(gradients, errors, hook):
     """Of gradients and errors of all ranks, `in_blocks`, the reduced gradients, and the errors that remain."""
     ranks, numel = len(gradients), gradients[0].size
     part = hook.block * max(1, math.ceil(numel / (hook.block * ranks)))

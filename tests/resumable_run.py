@@ -1,10 +1,7 @@
-"""A training run that can be interrupted: torch's distributed checkpoint after each step. Started by `torchrun`.
+"""A training that can be interrupted: `resumable_run.py CHECKPOINTS RESULT`, with a checkpoint after each step.
 
-usage: resumable_run.py CHECKPOINTS RESULT. In step `KILL_AT` of the first attempt rank 1 kills itself; or, where the
-variable `WHO_DIES` is set, the ranks of an agent of `torchrun` that has "agent" there, and it with them.
+In step `KILL_AT` rank 1 kills itself; or what `WHO_DIES` names, also an agent of `torchrun` with its rank.
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -24,7 +21,7 @@ STEPS = 6
 KILL_AT = 3
 
 
-def train(directory: str, interrupted: bool) -> dict[str, torch.Tensor]:
+def train(directory, interrupted):
     """Train from the latest checkpoint in `directory` to the end. Returns the parameters."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -47,7 +44,7 @@ def train(directory: str, interrupted: bool) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def load(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(directory, model, optimizer):
     """Load the latest complete checkpoint. Returns how many steps it has had."""
     complete = [int(path.parent.name) for path in Path(directory).glob("*/.metadata")]
     if not complete:

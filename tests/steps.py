@@ -1,7 +1,5 @@
 """Steps made from numbers alone: any count of buckets, with and without measured times."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -17,7 +15,7 @@ from dp_compile.plan.reduction import Averaging, Levels
 LAYOUT = Layout(64)
 
 
-def step_of_buckets(n_buckets: int, *, backward_s: float = 0.05) -> Step:
+def step_of_buckets(n_buckets, *, backward_s=0.05):
     """A backward whose communication takes a quarter longer than its compute, in buckets of four varied gradients."""
     shuffled, key, total = random.Random(n_buckets), bucket_key("", "sum", "float32", "cuda"), 4 * n_buckets
     gradients = [
@@ -32,7 +30,7 @@ def step_of_buckets(n_buckets: int, *, backward_s: float = 0.05) -> Step:
     return Step("python hooks", "optimal", 8, NCCL, "cuda", plan, ready, cost, "measured on this group")
 
 
-def two_level_step(n_buckets: int) -> Step:
+def two_level_step(n_buckets):
     """The same on four nodes of eight ranks, with nominal links; 10 ms of compute."""
     step = step_of_buckets(n_buckets, backward_s=0.01)
     levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
@@ -42,7 +40,7 @@ def two_level_step(n_buckets: int) -> Step:
     return replace(step, plan=plan, cost=nominal_cost(NCCL, 32, 8), world_size=32)
 
 
-def measured_like(step: Step) -> Step:
+def measured_like(step):
     """The same step with measured times: as predicted, but a tenth slower."""
     buckets, free_s = [], 0.0
     for each in planned_buckets(step):

@@ -1,14 +1,10 @@
 """The house as a test: rooms import downwards, private names of torch have one door."""
 
-from __future__ import annotations
-
 import ast
-import dataclasses
 import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import dp_compile
@@ -52,7 +48,7 @@ PRIVATE_TORCH = {
 }
 
 
-def imports_of(file: str) -> Iterator[str]:
+def imports_of(file):
     """What a file imports, modules and names in them, by full dotted name."""
     for node in ast.walk(ast.parse(FILES[file].read_text())):
         if isinstance(node, ast.Import):
@@ -62,18 +58,18 @@ def imports_of(file: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room_of(dotted: str) -> str:
+def room_of(dotted):
     """`dp_compile.fx.edit` is in `fx`; a name of the package itself in `__init__`."""
     parts = dotted.split(".")[1:]
     return parts[0] if parts and any(parts[0] in rooms for rooms in ROOMS) else "__init__"
 
 
-def floor_of(room: str) -> int:
+def floor_of(room):
     (floor,) = [number for number, rooms in enumerate(ROOMS) if room in rooms]
     return -floor
 
 
-def test_rooms_import_downwards() -> None:
+def test_rooms_import_downwards():
     for file in FILES:
         room = file.removesuffix(".py").split("/")[0]
         ours = [name for name in imports_of(file) if name.split(".")[0] == "dp_compile" and room_of(name) != room]
@@ -81,7 +77,7 @@ def test_rooms_import_downwards() -> None:
     assert len([file for file in FILES if "/" not in file]) <= 8
 
 
-def test_files_import_in_no_circle_and_can_be_read_in_one_go() -> None:
+def test_files_import_in_no_circle_and_can_be_read_in_one_go():
     """Imports for types only count: data knows no behaviour."""
     modules = {f"dp_compile.{file.removesuffix('.py').replace('/', '.')}": file for file in FILES}
     imported = {
@@ -94,7 +90,7 @@ def test_files_import_in_no_circle_and_can_be_read_in_one_go() -> None:
     assert not [file for file, path in FILES.items() if len(path.read_text().splitlines()) > 700]
 
 
-def test_what_a_room_does_not_know() -> None:
+def test_what_a_room_does_not_know():
     """Plans are pure numbers, passes do not communicate, graph tools have no policy; each file says what it is."""
     for file, path in FILES.items():
         room, names = file.split("/")[0], list(imports_of(file))
@@ -105,13 +101,10 @@ def test_what_a_room_does_not_know() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), file
 
 
-# --- the door to private torch names ------------------------------------------------------------------------------
-
-
-def private_torch_names(source: str) -> set[str]:
+def private_torch_names(source):
     """Imports of, and dotted names below, something private in torch. `torch.ops` names ops, not Python names."""
-    aliases: dict[str, str] = {}
-    found: set[str] = set()
+    aliases = {}
+    found = set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -128,7 +121,7 @@ def private_torch_names(source: str) -> set[str]:
     return {name for name in found if re.match(r"torch\.(?!ops\.)(.*\.)?_(?!_)", name)}
 
 
-def test_private_names_of_torch_have_one_door() -> None:
+def test_private_names_of_torch_have_one_door():
     for file, path in FILES.items():
         allowed = tuple(name for allowed_file, name in PRIVATE_TORCH if allowed_file == file)
         found = private_torch_names(path.read_text())
@@ -137,7 +130,7 @@ def test_private_names_of_torch_have_one_door() -> None:
         assert all(any(name.startswith(each) for name in found) for each in allowed), f"{file} needs less than allowed"
 
 
-def test_what_the_package_exports() -> None:
+def test_what_the_package_exports():
     """Twice by need: for type checkers, and for who asks for a name when it is needed."""
     for_checkers = {name.rpartition(".") for name in imports_of("__init__.py") if room_of(name) not in ("__init__",)}
     homes = {(f"dp_compile.{home}", ".", name) for name, home in dp_compile._HOME.items()}
@@ -146,7 +139,7 @@ def test_what_the_package_exports() -> None:
     assert dir(dp_compile) == dp_compile.__all__
 
 
-def test_the_package_loads_no_compiler() -> None:
+def test_the_package_loads_no_compiler():
     """`import dp_compile` costs nothing more than torch, and `replicate` loads neither Dynamo nor Inductor (D20)."""
     heavy = "{'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'dp_compile.plan.cost'}"
     for source, also in (
@@ -159,12 +152,3 @@ def test_the_package_loads_no_compiler() -> None:
     help_alone = "import sys; from dp_compile.cli import main; main._build_parser()"
     command = f"{help_alone}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "False\n"
-
-
-def test_options_are_named_in_one_order() -> None:
-    """Logs and users know them by name: none goes away unnoticed."""
-    names = [field.name for field in dataclasses.fields(dp_compile.ReplicateConfig)]
-    assert " ".join(names) == (
-        "ddp_python_hook bucket_cap_mb cost gradient_divide_factor mp_policy find_unused_parameters "
-        "static_graph gradient_as_bucket_view broadcast_buffers init_sync_buffers check_reductions check_nan backend"
-    )

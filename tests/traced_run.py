@@ -1,7 +1,5 @@
 """A training step in a separate process, for tests that look at what torch traces of it."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,23 +1,32 @@
-"""Results of the benchmark: files, tables, and what counts as a regression. All times are made up."""
+"""The benchmark: made-up times and what counts as a regression; files, networks, suites; simulated and real runs."""
 
-from __future__ import annotations
-
+import itertools
+import json
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dp_compile.bench import results
-from dp_compile.bench.networks import Network
+from dp_compile.bench import networks, results, runner, suites, workers
+from dp_compile.bench.contract import Trainer
+from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
 from dp_compile.bench.report import compare
 from dp_compile.bench.results import Cell, ModeResult, Results, environment
-from dp_compile.bench.selfcheck import SelfCheck
+from dp_compile.bench.selfcheck import SelfCheck, measure
 from dp_compile.bench.suites import Suite
+from dp_compile.bench.workers import ranks_of
+from dp_compile.bench.workloads import workload
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
+from dp_compile.testing.ranks import RankError
 
 HERE = {"cpu": "Some CPU", "cores": "2", "accelerator": "none", "malloc": "", "torch": "2.13.0", "commit": "abc123"}
 CHECK = SelfCheck(166.0, 80.0, 1.05)
@@ -27,11 +36,11 @@ FACTORS = {"oracle": 1.0, "ddp": 1.15, "ours": 1.015, "comm": 0.5}
 COUNTS = {"graphs": 1, "collectives": 4, "bytes": 1000, "copied bytes": 0}
 
 
-def run_of(seed: int, factors: Mapping[str, float] = FACTORS, *, noise: float = 0.02, machine: float = 1.0) -> Results:
+def run_of(seed, factors=FACTORS, *, noise=0.02, machine=1.0):
     """A run whose steps have independent noise, after a slowness that all modes of a turn share."""
     random = np.random.default_rng(seed)
     cells = []
-    for workload, network in ((workload, network) for workload in SUITE.workloads for network in NETWORKS):
+    for job, network in itertools.product(SUITE.workloads, NETWORKS):
         shared = machine * 0.4 * (1 + 0.1 * random.random(15))
         modes = tuple(
             ModeResult(
@@ -44,24 +53,21 @@ def run_of(seed: int, factors: Mapping[str, float] = FACTORS, *, noise: float = 
             )
             for name, factor in factors.items()
         )
-        cells.append(Cell(workload, network.name, 0.33, 50 * 2**20, "", network.rate_mbit, CHECK, modes))
+        cells.append(Cell(job, network.name, 0.33, 50 * 2**20, "", network.rate_mbit, CHECK, modes))
     return Results(SUITE, HERE, "2026-11-21T10:00+00:00", tuple(cells))
 
 
-def with_first_cell(found: Results, **changes: object) -> Results:
+def with_first_cell(found, **changes):
     return replace(found, cells=(replace(found.cells[0], **changes), *found.cells[1:]))
 
 
-def with_ours(found: Results, **changes: object) -> Results:
+def with_ours(found, **changes):
     """The same run with another `ours` in its first cell."""
     modes = tuple(replace(mode, **changes) if mode.name == "ours" else mode for mode in found.cells[0].modes)
     return with_first_cell(found, modes=modes)
 
 
-# --- regressions ------------------------------------------------------------------------------------------------
-
-
-def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass() -> None:
+def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass():
     baseline = run_of(0)
     text, regressions = compare(baseline, run_of(100, {**FACTORS, "ours": 1.1 * FACTORS["ours"]}))
     assert regressions >= 3  # of 4 cells: 15 steps with a noise of 2 % do not show it always
@@ -70,7 +76,7 @@ def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass() -> None
     assert not compare(baseline, run_of(2, {**FACTORS, "comm": 0.9}, machine=1.5))[1]  # a slower machine
 
 
-def test_one_more_of_anything_is_a_regression() -> None:
+def test_one_more_of_anything_is_a_regression():
     """Times are equal here."""
     before, after = run_of(1), with_ours(run_of(1), counts=COUNTS | {"collectives": 5})
     text, regressions = compare(before, after)
@@ -83,7 +89,7 @@ def test_one_more_of_anything_is_a_regression() -> None:
     assert not compare(unknown, before)[1] + compare(before, unknown)[1]
 
 
-def test_a_mode_that_fails_now_is_a_regression() -> None:
+def test_a_mode_that_fails_now_is_a_regression():
     broken = with_ours(run_of(2), reason="rank 1 died\nTraceback", step_s=())
     text, regressions = compare(run_of(1), broken)
     assert regressions == 1
@@ -92,25 +98,19 @@ def test_a_mode_that_fails_now_is_a_regression() -> None:
     assert compare(run_of(1), skipped)[1] == 2
 
 
-def test_other_machines_settings_and_cells_are_refused() -> None:
+def test_other_machines_settings_and_cells_are_refused():
     other = replace(run_of(2), environment=HERE | {"cpu": "Other CPU"})
     for new, message in (
         (other, "cpu of the new run must be 'Some CPU' as in the baseline, got 'Other CPU'"),
-        (
-            replace(run_of(2), suite=replace(SUITE, steps_per_turn=3)),
-            "steps_per_turn of the new run must be 1 as",
-        ),
-        (
-            replace(run_of(2), cells=run_of(2).cells[:3]),
-            "cells of the new run must be 'gpt over loopback, ",
-        ),
+        (replace(run_of(2), suite=replace(SUITE, steps_per_turn=3)), "steps_per_turn of the new run must be 1 as"),
+        (replace(run_of(2), cells=run_of(2).cells[:3]), "cells of the new run must be 'gpt over loopback, "),
         (run_of(2, {"ddp": 1.0}), "what both runs measured must be the reference 'oracle' and another mode"),
     ):
         with pytest.raises(ConfigError, match=message):
             compare(run_of(1, {"ddp": 1.0} if "both runs" in message else FACTORS), new)
 
 
-def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch):
     """With memory that is kept a step was seen to take a tenth less."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "-1")
     monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
@@ -122,7 +122,7 @@ def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch: pytest.Monkey
         compare(replace(run_of(1), environment=environment()), replace(run_of(2), environment=found))
 
 
-def test_files_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_exit_status(tmp_path, capsys):
     for text, error in (
         (None, "cannot be read"),
         ('{"version": 1}', "is not what `dp-compile bench run` writes. Run the benchmark again"),
@@ -140,3 +140,270 @@ def test_files_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no regressions in 8 times over oracle and in all counts\n" in capsys.readouterr().out
     assert cli.main(["bench", "compare", before, after]) == 1
     assert "4 regressions in 8 times" in capsys.readouterr().out
+
+
+SHAPED = Network("shaped", rate_mbit=123.0)
+
+
+def spaces(pid):
+    done = subprocess.run([networks._tool("ip"), "netns", "list"], capture_output=True, text=True)
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    return {name for name in names if name.startswith(f"{networks._PREFIX}{pid}-")}
+
+
+def can_make_networks():
+    try:
+        with open_network(SHAPED, ranks=2):
+            return True
+    except NetworkError:
+        return False
+
+
+needs_rights = pytest.mark.skipif(not can_make_networks(), reason="cannot make network namespaces here")
+
+
+def test_without_iproute2_or_rights_the_error_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(networks, "_SYSTEM_PATH", "/nowhere")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NetworkError, match="ip and tc not found: install iproute2"), open_network(SHAPED, ranks=2):
+        pass
+
+
+@needs_rights
+def test_ranks_reach_each_other_through_the_limited_network():
+    with open_network(SHAPED, ranks=2) as place:
+        assert len(spaces(os.getpid())) == 2
+        inside = [[networks._tool("ip"), "netns", "exec", space] for space in place.spaces]
+        for prefix in inside:
+            command = [*prefix, networks._tool("tc"), "qdisc", "show", "dev", "eth0"]
+            limit = subprocess.run(command, capture_output=True, text=True).stdout
+            assert "tbf" in limit
+            assert "rate 123Mbit" in limit
+        reached = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=5)"
+        # No process listens: a refusal, and no time-out, shows that the other end is there.
+        command = [*inside[1], sys.executable, "-c", reached, networks.ADDRESSES[0]]
+        assert "ConnectionRefusedError" in subprocess.run(command, capture_output=True, text=True).stderr
+    assert not spaces(os.getpid())
+
+
+GOOD = """\
+workloads = ["bench_standins:tiny"]
+modes = ["bench_standins:oracle", "bench_standins:averaged"]
+networks = [{kind = "loopback"}, {kind = "shaped", comm_over_compute = 1}]
+reference = "bench_standins:oracle"
+repetitions = 4
+"""
+
+
+def write(directory, text):
+    (directory / "mine.toml").write_text(text)
+    return str(directory / "mine.toml")
+
+
+def test_a_file_becomes_values_and_user_code_is_found_in_its_directory(tmp_path):
+    (tmp_path / "own_bench_models.py").write_text("from bench_standins import tiny as mine\n")
+    found = suites.load(write(tmp_path, GOOD.replace("bench_standins:tiny", "own_bench_models:mine")))
+    assert found == suites.Suite(
+        name="mine",
+        workloads=("own_bench_models:mine",),
+        modes=("bench_standins:oracle", "bench_standins:averaged"),
+        networks=(Network("loopback"), Network("shaped", comm_over_compute=1)),
+        reference="bench_standins:oracle",
+        repetitions=4,
+    )
+    assert workload("own_bench_models:mine").name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("repetitions = 4", "repetition = 3", r"mine\.toml: .*unexpected keyword argument 'repetition'"),
+        ("repetitions = 4", "repetitions = true", r"repetitions must be an integer >= 3, got True"),
+        ('"bench_standins:tiny"', '"no-such"', r"mine\.toml: a workload must be one of gpt-6l, .*, got 'no-such'"),
+        ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', "what kind 'loopback' has must be nothing else"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path, old, new, error):
+    assert old in GOOD
+    with pytest.raises(ConfigError, match=error):
+        suites.load(write(tmp_path, GOOD.replace(old, new)))
+    assert [suites.load(name).name for name in suites.PACKAGED] == list(suites.PACKAGED)
+
+
+TINY = "bench_standins:tiny"
+ORACLE, AVERAGED = (f"bench_standins:{name}" for name in ("oracle", "averaged"))
+SIMULATED = Suite(
+    "simulated", (TINY,), (ORACLE, AVERAGED), (Network("loopback"),), ORACLE, warmup_steps=2, repetitions=3
+)
+USUAL = {
+    "expect": [1000],
+    "start": [(1.0, 1e-6, "weight"), (2.0, 2e-6, "bias")],
+    "steps": [0.1, 0.2],
+    "end": [(10, {"collectives": 3}), (20, {"collectives": 3})],
+}
+
+
+@dataclass
+class Stage:
+    """The simulated ranks: what modes were asked for so far, and answers that are not the usual ones."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    answers: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def of(self, method):
+        return [mode.removeprefix("bench_standins:") for mode, each in self.calls if each == method]
+
+    def play(self, suite, path):
+        return runner.run(suite, path / "out.json")
+
+
+class SimulatedRanks:
+    def __init__(self, stage):
+        self._stage, self._mode = stage, ""
+
+    def run(self, function, method="", *arguments, **_):
+        if function is measure:
+            return [CHECK, replace(CHECK, matmul_slowdown=1.1)]
+        self._mode = arguments[1] if method == "start" else self._mode
+        self._stage.calls.append((self._mode, method))
+        value = self._stage.answers.get((self._mode, method), USUAL.get(method))
+        if isinstance(value, Exception):
+            raise value
+        return list(value or [])
+
+    def stop(self): ...
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_): ...
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    made = Stage()
+    monkeypatch.setattr(runner, "ranks_of", lambda *_: SimulatedRanks(made))
+    return made
+
+
+def only(found, mode):
+    (cell,) = found.cells
+    return next(each for each in cell.modes if each.name == mode)
+
+
+def test_modes_take_turns_after_all_are_warm_and_the_slowest_rank_counts(stage, tmp_path):
+    found = stage.play(SIMULATED, tmp_path)
+    assert [call for call in stage.calls if call[1] in ("start", "steps")] == [
+        *((each, "start") for each in SIMULATED.modes),
+        *((each, "steps") for each in SIMULATED.modes * 3),
+    ]
+    assert only(found, AVERAGED) == ModeResult(
+        AVERAGED, step_s=(0.2, 0.2, 0.2), starts_s=(2.0,), peak_nbytes=20, counts={"collectives": 3}
+    )
+    assert found.cells[0].self_check == replace(CHECK, matmul_slowdown=1.1)
+    assert found == results.load(tmp_path / "out.json")
+
+
+@pytest.mark.parametrize("method", ["start", "end"])
+def test_a_mode_that_fails_is_recorded_and_the_others_go_on(stage, tmp_path, method):
+    stage.answers[AVERAGED, method] = RankError("in this order:\nrank 0: finished\nrank 1: fell over\n--- rank 0: ...")
+    mode = only(found := stage.play(replace(SIMULATED, starts=2), tmp_path), AVERAGED)
+    assert mode.reason.splitlines()[0] == "rank 1: fell over"
+    assert list(found.cells[0].measured()) == [ORACLE]
+    assert stage.of("start").count("averaged") == (1 if method == "start" else 2)
+
+
+def test_wrong_gradients_are_not_timed(stage, tmp_path):
+    stage.answers[AVERAGED, "start"] = [(1.0, 1e-6, "weight"), (1.0, float("nan"), "bias")]
+    mode = only(stage.play(SIMULATED, tmp_path), AVERAGED)
+    assert "gradient of bias differs by nan of its norm" in mode.reason
+    assert stage.of("steps") == ["oracle"] * 3
+
+
+class Sends(Trainer):
+    """With a simulated clock: a step computes for 1 s and waits for the communication of its predecessor, 3 s."""
+
+    defers = True
+
+    def __init__(self):
+        self.now, self.arrives = 0.0, 0.0
+
+    def step(self, batch):
+        self.now = max(self.now + 1, self.arrives)
+        self.arrives = self.now + 3
+
+    def wait(self):
+        self.now = max(self.now, self.arrives)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_deferred_communication_is_in_flight_in_turns_of_its_mode(monkeypatch, steps):
+    """Otherwise it would arrive in those of others: a step of 1 s, and 3 s of traffic in the turn of another mode."""
+    trainer = Sends()
+    rank = workers.Rank(0, 1, trainer=trainer, batches=itertools.repeat(()))
+    monkeypatch.setattr(time, "perf_counter", lambda: trainer.now)
+    for _ in range(3):
+        assert rank.steps(steps) == 3
+        assert trainer.arrives <= trainer.now
+        trainer.now += 50  # turns of others
+
+
+def test_a_rank_that_is_late_is_named():
+    with ranks_of(Placement("gloo", 2, {"GLOO_SOCKET_IFNAME": "lo"}), {}) as ranks:
+        assert runner.ask(ranks, "start", TINY, "bench_standins:hangs", "", 0)
+        with pytest.raises(RankError, match=r"rank 0: finished\nrank 1: hangs\n(.*\n)* .*in step\n"):
+            runner.ask(ranks, "steps", 1, timeout_s=5.0)
+
+
+def write_suite(directory, *modes):
+    path = directory / "tiny.toml"
+    path.write_text(
+        f'workloads = ["{TINY}"]\nmodes = {json.dumps(modes)}\nnetworks = [{{kind = "loopback"}}]\n'
+        f'reference = "{ORACLE}"\nrepetitions = 3\nwarmup_steps = 1\n'
+    )
+    return str(path)
+
+
+def test_a_real_run_from_the_command_line(tmp_path, capsys):
+    suite, out = write_suite(tmp_path, ORACLE, AVERAGED, "bench_standins:unaveraged"), str(tmp_path / "o.json")
+    assert cli.main(["bench", "run", suite, "--out", out]) == 1
+    printed, log = capsys.readouterr()
+    assert "failed: bench_standins:unaveraged over loopback, bench_standins:tiny: the gradient of " in log
+    assert log.endswith(f"written to {out}\n")
+    (cell,) = results.load(Path(out)).cells
+    assert set(cell.measured()) == {ORACLE, AVERAGED}
+    for mode in cell.measured().values():
+        assert len(mode.step_s) == 3
+        assert mode.peak_nbytes > 2**20
+    assert cell.self_check.mb_per_s > 0
+    assert cli.main(["bench", "report", out]) == 0
+    assert capsys.readouterr().out == printed
+    assert cli.main(["bench", "compare", out, out]) == 0
+
+
+def test_a_stopped_run_leaves_no_process(tmp_path):
+    suite = write_suite(tmp_path, ORACLE, "bench_standins:hangs")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "dp_compile", "bench", "run", suite]
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.glob("dp_compile_ranks_*/rank1.log")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("dp*_*"))
+    deadline = time.monotonic() + 30
+    ours = f"TMPDIR={tmp_path}"
+    while (left := [each for each in Path("/proc").glob("[0-9]*/environ") if ours in _read(each)]) and (
+        time.monotonic() < deadline
+    ):  # one that lost its parent ends by itself
+        time.sleep(0.1)
+    assert not left
+
+
+def _read(path):
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,56 +1,34 @@
-"""Workloads and modes: sizes; on two gloo ranks the gradients of torch's DDP before and after steps; the bounds run.
-
-Every mode has new processes, because Dynamo, Inductor and DDP keep state in one. Where the compiler does not matter, no
-code is generated.
-"""
-
-from __future__ import annotations
+"""Workloads, modes and the simulated group: gradients are those of torch's DDP, before and after steps."""
 
 import dataclasses
 import os
+import time
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_standins import tiny
 from torch import nn
 
 from dp_compile._torch import inductor
-from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Rule, Workload
+from dp_compile.bench import simulated_group
+from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Workload
 from dp_compile.bench.modes import mode
 from dp_compile.bench.modes.loop import Loop
 from dp_compile.bench.reference import compare
-from dp_compile.bench.workloads import WORKLOADS, workload
+from dp_compile.bench.simulated_group import SimulatedGroup
+from dp_compile.bench.workloads import workload
+from dp_compile.errors import ConfigError
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.testing.ranks import Ranks
 
 STEPS = 5
 nightly = pytest.mark.nightly
 
-# Parameters and tensors: `resnet50` as torchvision's, the others by their definition.
-SIZES = {
-    "gpt-6l": (8192 * 384 + 128 * 384 + 6 * (12 * 384**2 + 13 * 384) + 2 * 384, 76),
-    "gpt-4l": (256 * 128 + 128 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128, 52),
-    "resnet50": (25_557_032, 161),
-    "many-small": (500 * (64 * 64 + 64), 1000),
-    "many-small-150": (75 * (64 * 64 + 64), 150),
-    "huge-embedding": (250_002 * 128 + 128 * 512 + 512 + 512 * 16 + 16, 5),
-}
-
-
-# --- workloads --------------------------------------------------------------------------------------------------
-
-
-def test_real_models_have_their_known_number_of_parameters() -> None:
-    assert set(SIZES) == {name for name in WORKLOADS if not name.startswith("tiny-")}
-    for name, size in SIZES.items():
-        with torch.device("meta"):
-            parameters = list(WORKLOADS[name].build().parameters())
-        assert (sum(each.numel() for each in parameters), len(parameters)) == size
-
 
 @pytest.mark.parametrize("rule", [SGD, ADAMW])
-def test_a_plain_step_gives_the_gradient_and_is_taken_back(rule: Rule) -> None:
+def test_a_plain_step_gives_the_gradient_and_is_taken_back(rule):
     model, x = nn.Linear(64, 1, bias=False), torch.randn(64, generator=torch.Generator().manual_seed(0))
     chosen = Workload("x", lambda: model, lambda _: (x,), lambda call, batch: call(batch[0]).sum(), rule=rule)
     loop = Loop(chosen, lambda model: model)
@@ -64,10 +42,7 @@ def test_a_plain_step_gives_the_gradient_and_is_taken_back(rule: Rule) -> None:
     assert workload("gpt-4l:adamw").rule is ADAMW
 
 
-# --- modes ------------------------------------------------------------------------------------------------------
-
-
-def train(name: str, backend: str) -> dict[str, Any]:
+def train(name, backend):
     """On a rank: the gradients of a batch before and after `STEPS` steps."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     chosen, trained = mode(name), workload("tiny-gpt")
@@ -82,19 +57,15 @@ def train(name: str, backend: str) -> dict[str, Any]:
     for _ in range(STEPS):
         trainer.step(trained.batch(generator))
     trainer.wait()
-    return {
-        "before": before,
-        "again": again,
-        "after": as_arrays(trainer.gradients(batch)),
-        "counts": trainer.counts(),
-    }
+    return {"before": before, "again": again, "after": as_arrays(trainer.gradients(batch)), "counts": trainer.counts()}
 
 
-def as_arrays(gradients: Any) -> dict[str, Any]:
+def as_arrays(gradients):
     return {name: each.numpy() for name, each in gradients.items()}
 
 
-def run(name: str, backend: str = "aot_eager") -> list[dict[str, Any]]:
+def run(name, backend="aot_eager"):
+    """In new processes: Dynamo, Inductor and DDP keep state in one. Without code where the compiler does not matter."""
     ranks = Ranks(2, "forkserver")
     try:
         return ranks.run(train, name, backend)
@@ -103,14 +74,14 @@ def run(name: str, backend: str = "aot_eager") -> list[dict[str, Any]]:
 
 
 @cache
-def torch_ddp() -> list[dict[str, Any]]:
+def torch_ddp():
     one, two = run("ddp")
     # It reduces: otherwise two modes that do nothing would be equal.
     assert all((gradient == two["before"][name]).all() for name, gradient in one["before"].items())
     return [one, two]
 
 
-def check(found: list[dict[str, Any]], whens: Any = ("before", "again", "after")) -> None:
+def check(found, whens=("before", "again", "after")):
     for rank, expected in enumerate(torch_ddp()):
         for when in whens:
             mine, theirs = (
@@ -128,12 +99,98 @@ def check(found: list[dict[str, Any]], whens: Any = ("before", "again", "after")
         *(pytest.param(each, marks=nightly) for each in ("ddp_compiled", "functional", "ours:crossing")),
     ],
 )
-def test_same_gradients_as_torch_ddp(name: str) -> None:
+def test_same_gradients_as_torch_ddp(name):
     check(run(name))
 
 
-def test_decent_dp() -> None:
+def test_decent_dp():
     """After its first step a decentralised algorithm does not follow DDP."""
     pytest.importorskip("decent_dp")
     pytest.importorskip("loguru")
     check(run("decent_dp"), whens=("before", "again"))
+
+
+RANKS = 64
+FAST = AllReduceCost(1e-4, 1e-12)
+NEVER = AllReduceCost(1e6, 0.0)
+
+
+def reduced(group, tensor, op):
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([tensor], options).wait()
+    return tensor
+
+
+def test_all_ranks_hold_the_same():
+    group, ops = SimulatedGroup(0, RANKS, FAST), dist.ReduceOp
+    for op, factor in ((ops.SUM, RANKS), (ops.AVG, 1), (ops.MAX, 1), (ops.MIN, 1)):
+        assert reduced(group, torch.tensor([1.5, -2.0]), op).tolist() == [1.5 * factor, -2.0 * factor]
+    with pytest.raises(ConfigError, match=r"must be SUM, AVG, MIN, MAX, BAND or BOR, got .*PRODUCT"):
+        reduced(group, torch.ones(2), ops.PRODUCT)
+
+
+def test_a_collective_lasts_as_long_as_stated_and_waits_its_turn():
+    """From below only: a machine may be late, never early."""
+    group, data = SimulatedGroup(0, RANKS, AllReduceCost(0.02, 1e-6)), torch.zeros(2500)
+    start = time.monotonic()
+    works = [group.allreduce([data]), group.broadcast([data]), group.barrier()]
+    works[0].wait()
+    assert time.monotonic() - start >= 0.02 + 0.01
+    works[2].wait()
+    assert time.monotonic() - start >= (0.02 + 0.01) * 1.5 + 0.02
+    assert works[1].is_completed()
+    assert not SimulatedGroup(0, RANKS, NEVER).allreduce([data]).is_completed()
+
+
+@pytest.fixture
+def fresh():
+    """A new process: modes change settings of the compiler."""
+    ranks = Ranks(1, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+def on_simulated(function, *arguments, cost=FAST):
+    """In that process, with the simulated group in place of its group."""
+    dist.destroy_process_group()
+    os.environ.update(simulated_group.environment(cost))
+    dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
+    return function(*arguments)
+
+
+def gradients_of(name):
+    """Of the first batch, by a mode, and after three steps."""
+    torch.manual_seed(0)
+    chosen = mode(name)
+    if hasattr(chosen, "backend"):
+        object.__setattr__(chosen, "backend", "aot_eager")
+    trainer = chosen.prepare(tiny())
+    batch = tiny().batch(torch.Generator().manual_seed(1))
+    found = {f"first {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
+    for _ in range(3):
+        trainer.step(batch)
+    return found | {f"later {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ours", "python_reducer", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "ddp_compiled"))],
+)
+def test_modes_train_as_one_process_does(fresh, name):
+    """No mode waits for a rank that does not exist, and averages are the gradients of this process."""
+    (found,) = fresh.run(on_simulated, gradients_of, name)
+    alone = of_one_process()
+    assert found.keys() == alone.keys()
+    for key, value in alone.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+@cache
+def of_one_process():
+    ranks = Ranks(1, "forkserver")
+    try:
+        (found,) = ranks.run(gradients_of, "compute")
+    finally:
+        ranks.stop()
+    return dict(found)

@@ -1,7 +1,5 @@
 """`python -m corpus` from `tests/`, or `python tests/corpus`: run the cases and write `docs/corpus.md`."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os
@@ -20,7 +18,7 @@ from dp_compile.testing.ranks import Ranks  # noqa: E402
 PAGE = ROOT / "docs" / "corpus.md"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m corpus", description=__doc__)
     parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--row", nargs="+", metavar="ROW", default=list(CASES), help="3a, or 3 for 3a and 3b")

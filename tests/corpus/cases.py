@@ -4,8 +4,6 @@ One rule for all of what is right: gradients, parameters and buffers as in one p
 the function returns is what it returns for the truth; or an error on every rank that names the parameter or the rank.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -16,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,26 +59,26 @@ class Case:
     known: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def row(self) -> int:
+    def row(self):
         """The number of its report."""
         return int(self.name.rstrip("abc"))
 
 
-REPORTS: Final[dict[str, dict[str, str]]] = tomllib.loads(Path(__file__).with_name("reports.toml").read_text())
-CASES: Final[dict[str, Case]] = {}
+REPORTS = tomllib.loads(Path(__file__).with_name("reports.toml").read_text())
+CASES = {}
 
 
-def case(name: str, build: Callable[[], nn.Module], **more: Any) -> Any:
+def case(name, build, **more):
     """Register a function as the training of a case."""
 
-    def register(train: Train) -> Train:
+    def register(train):
         CASES[name] = Case(name, build, train, **more)
         return train
 
     return register
 
 
-def plain(side: Side) -> None:
+def plain(side):
     side.train(side.square, 3)
 
 
@@ -94,7 +92,7 @@ def plain(side: Side) -> None:
     names=("static_graph",),
     returns="collectives in micro-batches",
 )
-def static_graph_and_no_sync(side: Side) -> list[bool]:
+def static_graph_and_no_sync(side):
     reduced = []
     for step in side.steps(3):
         for micro in range(4):
@@ -106,8 +104,8 @@ def static_graph_and_no_sync(side: Side) -> list[bool]:
 
 
 @case("2", models.normed, buffers_everywhere=True)
-def siamese(side: Side) -> None:
-    def loss(rank: int, step: int) -> torch.Tensor:
+def siamese(side):
+    def loss(rank, step):
         one, other = (side.run(side.batch(rank, number)) for number in (step, step + 50))
         return (one - other).square().mean()
 
@@ -117,7 +115,7 @@ def siamese(side: Side) -> None:
         side.wrapped(side.batch(0, 0))  # torch's DDP hands buffers on in the next forward
 
 
-def _switched(side: Side, trainable: bool) -> None:
+def _switched(side, trainable):
     for step in side.steps(4):
         if step == 2:
             side.model.get_submodule("trunk").requires_grad_(trainable)
@@ -132,20 +130,20 @@ def _switched(side: Side, trainable: bool) -> None:
     if torch.__version__ < (2, 12)
     else {},
 )
-def unfrozen(side: Side) -> None:
+def unfrozen(side):
     _switched(side, True)
 
 
 @case("3b", models.halves, names=("find_unused_parameters",))
-def frozen(side: Side) -> None:
+def frozen(side):
     _switched(side, False)
 
 
 @case("4", models.StochasticDepth, options={"find_unused_parameters": True, "bucket_cap_mb": 1.0}, limit_s=300.0)
-def stochastic_depth(side: Side) -> None:
-    def loss(rank: int, step: int) -> torch.Tensor:
+def stochastic_depth(side):
+    def loss(rank, step):
         random.seed(step)
-        result: torch.Tensor = side.run(side.batch(rank, step, rows=3 + step % 3), 1.0 + 0.1 * step)
+        result = side.run(side.batch(rank, step, rows=3 + step % 3), 1.0 + 0.1 * step)
         return result.square().mean()
 
     side.train(loss, 8)
@@ -155,7 +153,7 @@ def stochastic_depth(side: Side) -> None:
 
 
 @case("5a", models.with_complex, names=("complex",))
-def complex_parameters(side: Side) -> None:
+def complex_parameters(side):
     for step in side.steps(3):
         for micro in range(2):
             number = 10 * step + micro
@@ -164,7 +162,7 @@ def complex_parameters(side: Side) -> None:
 
 
 @case("5b", models.with_complex, names=("complex",), rtol=5e-3)
-def complex_compressed(side: Side) -> None:
+def complex_compressed(side):
     if not side.is_truth:
         if not hasattr(side.wrapped, "register_comm_hook"):
             raise NotOffered("no comm hooks")
@@ -173,7 +171,7 @@ def complex_compressed(side: Side) -> None:
 
 
 @case("5c", models.with_complex, names=("complex",))
-def complex_sharded(side: Side) -> None:
+def complex_sharded(side):
     if not side.is_truth:
         if not side.ours:
             raise NotOffered("no sharded optimizer in the backward")
@@ -183,22 +181,22 @@ def complex_sharded(side: Side) -> None:
         side.optimizer.zero_grad()
 
 
-def _words(side: Side, used_by: tuple[int, ...]) -> None:
-    def loss(rank: int, step: int) -> torch.Tensor:
+def _words(side, used_by):
+    def loss(rank, step):
         words = torch.tensor([step, 3 * step + rank, 7]) if rank in used_by else None
-        result: torch.Tensor = side.run(side.batch(rank, step), words)
+        result = side.run(side.batch(rank, step), words)
         return result.square().mean()
 
     side.train(loss, 3)
 
 
 @case("6a", models.with_words, names=("words",))
-def sparse(side: Side) -> None:
+def sparse(side):
     _words(side, (0, 1))
 
 
 @case("6b", models.with_words, options={"find_unused_parameters": True}, names=("words",))
-def sparse_on_one_rank(side: Side) -> None:
+def sparse_on_one_rank(side):
     _words(side, (0,))
 
 
@@ -212,10 +210,10 @@ case("15b", lambda: models.OnScaled(frozen=False))(plain)
 
 
 @case("7", models.halves)
-def past_the_wrapper(side: Side) -> None:
+def past_the_wrapper(side):
     trunk, head = side.model.get_submodule("trunk"), side.model.get_submodule("head")
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x):
         return head(torch.tanh(checkpoint(trunk, x, use_reentrant=False)))
 
     run = side.compile(forward)
@@ -223,7 +221,7 @@ def past_the_wrapper(side: Side) -> None:
 
 
 @case("8a", models.SharedLora)
-def lora_in_two_checkpoints(side: Side) -> None:
+def lora_in_two_checkpoints(side):
     side.train(lambda rank, step: side.run(side.batch(rank, step).requires_grad_()).square().mean(), 3)
 
 
@@ -231,13 +229,13 @@ case("8b", models.tiled)(plain)
 
 
 @case("9", models.checkpointed_lora, backend="inductor", compares=False, limit_s=240.0, group_timeout_s=60.0)
-def lora_dropout(side: Side) -> None:
+def lora_dropout(side):
     """The gradient of `up`, whose output is summed, is the sum of what it was given."""
     if side.is_truth:
         return
-    given: list[torch.Tensor] = []
+    given = []
 
-    def loss(rank: int, step: int) -> torch.Tensor:
+    def loss(rank, step):
         result, hidden = side.run(side.batch(rank, step, rows=8))
         given[:] = [hidden]
         return result.sum()
@@ -247,20 +245,19 @@ def lora_dropout(side: Side) -> None:
         expected = given[0].sum(0) / RANKS
         dist.all_reduce(expected)
         grad = side.model.get_parameter("lora.up.weight").grad
-        assert grad is not None
         off = float((whole(grad) - expected).abs().max())
         if off > 1e-5:
             raise Wrong(f"lora.up.weight.grad is {off:.2g} off, of {float(expected.abs().max()):.2g}")
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor):
     """A plain tensor, also of a DTensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @case("19a", models.critic, names=("double backward",), torch_may_say_so=True)
-def gradient_penalty(side: Side) -> None:
-    def loss(rank: int, step: int) -> torch.Tensor:
+def gradient_penalty(side):
+    def loss(rank, step):
         x = side.batch(rank, step).requires_grad_()
         score = side.run(x)
         (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
@@ -270,7 +267,7 @@ def gradient_penalty(side: Side) -> None:
 
 
 @case("19b", models.three_layers, a_warning_counts=True)
-def autograd_grad(side: Side) -> None:
+def autograd_grad(side):
     if hasattr(side.wrapped, "reshard"):
         raise NotOffered("parameters are other ones in the forward")
     for step in side.steps(6):
@@ -288,10 +285,10 @@ def autograd_grad(side: Side) -> None:
 
 @case("10a", models.towers, options={"find_unused_parameters": True})
 @case("10b", models.towers, names=("vision",))
-def towers(side: Side) -> None:
-    def loss(rank: int, step: int) -> torch.Tensor:
+def towers(side):
+    def loss(rank, step):
         has_image = step == 0 or (rank == 0 and step < 3)
-        result: torch.Tensor = side.run(side.batch(rank, step), side.batch(rank, step + 50) if has_image else None)
+        result = side.run(side.batch(rank, step), side.batch(rank, step + 50) if has_image else None)
         return result.square().mean()
 
     side.train(loss, 5)
@@ -306,7 +303,7 @@ def towers(side: Side) -> None:
     faulty=(1,),
     group_timeout_s=5.0,
 )
-def skipped_backward(side: Side) -> None:
+def skipped_backward(side):
     if side.is_truth:
         return
     rank = side.ranks[0]
@@ -328,7 +325,7 @@ def skipped_backward(side: Side) -> None:
     returns="parameters after averaging",
     group_timeout_s=5.0,
 )
-def averaging_after_inf(side: Side) -> Any:
+def averaging_after_inf(side):
     """Parameters are averaged after each second step. The second overflows on rank 1."""
     if hasattr(side.wrapped, "reshard"):
         raise NotOffered("gradients that are not reduced are not in `.grad`")
@@ -353,14 +350,14 @@ def averaging_after_inf(side: Side) -> Any:
 
 
 @torch.no_grad()
-def _average(twins: list[Side]) -> None:
+def _average(twins):
     for group in zip(*(twin.model.parameters() for twin in twins), strict=True):
         mean = sum(group) / len(group)
         for each in group:
             each.copy_(mean)
 
 
-def _averaging(side: Side) -> Any:
+def _averaging(side):
     from torch.distributed.algorithms.model_averaging import averagers
     from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -373,7 +370,7 @@ def _averaging(side: Side) -> Any:
     return PostLocalSGDOptimizer(side.optimizer, averagers.PeriodicModelAverager(2, warmup_steps=1))
 
 
-def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
+def _sleep_in_compile(graph, inputs):
     from torch._dynamo.backends.debugging import aot_eager
 
     if dist.get_rank() == 1:
@@ -382,7 +379,7 @@ def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
 
 
 @case("21a", models.three_layers, group_timeout_s=4.0)
-def slow_compile(side: Side) -> None:
+def slow_compile(side):
     """Rank 1 compiles for 8 s longer, where a collective may take 4 s."""
     if side.subject is not None and not side.subject.compiles:
         raise NotOffered("compiles nothing")
@@ -392,7 +389,7 @@ def slow_compile(side: Side) -> None:
 
 
 @case("21b", models.three_layers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=5.0)
-def out_of_memory(side: Side) -> None:
+def out_of_memory(side):
     if side.is_truth:
         return
     models.Fault.armed = False
@@ -405,7 +402,7 @@ def out_of_memory(side: Side) -> None:
 
 
 @case("32", models.three_layers, names=("rank 1",), has_to_be_refused=True, faulty=(1,), group_timeout_s=3.0)
-def a_rank_dies(side: Side) -> None:
+def a_rank_dies(side):
     if side.is_truth:
         return
     for step in side.steps(4):
@@ -424,8 +421,8 @@ def a_rank_dies(side: Side) -> None:
     truth_dtype=torch.float64,
     rtol=2e-5,
 )
-def resnet(side: Side) -> None:
-    def loss(rank: int, number: int) -> torch.Tensor:
+def resnet(side):
+    def loss(rank, number):
         images = side.batch(rank, number, rows=4, columns=3 * 6 * 6).reshape(4, 3, 6, 6)
         return nn.functional.cross_entropy(side.run(images), torch.tensor([0, 1, 2, rank])) / 2
 
@@ -437,23 +434,22 @@ def resnet(side: Side) -> None:
 
 
 @case("17", models.three_layers, compares=False, returns="keys of the state dict")
-def keys(side: Side) -> None:
+def keys(side):
     """Wrapped first or compiled first, in place or not; `torch.compile` itself adds `_orig_mod.` without a wrapper."""
     if side.subject is None:
         return
 
-    def in_place(module: Any) -> Any:
+    def in_place(module):
         module.compile(backend=side.backend)
         return module
 
-    def compiled(module: Any) -> Any:
+    def compiled(module):
         return torch.compile(module, backend=side.backend)
 
-    def wrap(module: Any) -> Any:
-        assert side.subject is not None
+    def wrap(module):
         return side.subject.wrap(module, side.backend, {})
 
-    ways: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    ways = {
         "wrap(m)": lambda around: around(models.three_layers()),
         "wrap(m with checkpoint_wrapper)": lambda around: around(_checkpointed()),
     }
@@ -473,7 +469,7 @@ def keys(side: Side) -> None:
         raise Wrong(f"{len(other)} of {len(ways)} ways have other keys: {next(iter(other.values()))}")
 
 
-def _checkpointed() -> nn.Module:
+def _checkpointed():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     module = models.three_layers()
@@ -482,11 +478,11 @@ def _checkpointed() -> nn.Module:
 
 
 @case("24", models.three_layers, compares=False)
-def memory_between_steps(side: Side) -> None:
+def memory_between_steps(side):
     if side.is_truth:
         return
 
-    def held(width: int) -> tuple[int, int]:
+    def held(width):
         """Bytes of the gradients, and bytes that a training holds between two steps, its parameters not counted."""
         gc.collect()
         before = allocated()
@@ -505,7 +501,7 @@ def memory_between_steps(side: Side) -> None:
         raise Wrong(f"{times:.1f} times the gradients' bytes stay allocated between steps")
 
 
-def allocated() -> int:
+def allocated():
     """Bytes that `malloc` has handed out, on glibc."""
 
     class Info(ctypes.Structure):
@@ -518,7 +514,7 @@ def allocated() -> int:
 
 
 @case("25", lambda: models.normed(nn.LayerNorm, 64), compares=False, returns="gradient of a norm")
-def eight_bits(side: Side) -> Any:
+def eight_bits(side):
     if side.subject is not None:
         if not side.ours:
             raise NotOffered("no comm hook in eight bits on CPUs, and no exemption")
@@ -542,11 +538,11 @@ def eight_bits(side: Side) -> Any:
     return norms
 
 
-_expected_loss: list[float] = []
+_expected_loss = []
 
 
 @case("28", models.halves_and_norm, compares=False, returns="norm")
-def clipped_dtensors(side: Side) -> Any:
+def clipped_dtensors(side):
     """A mesh of 1 x 2: tensor parallel over both ranks, all of which see the same batch."""
     if side.is_truth:
         side.run(side.batch(0, 0)).square().mean().backward()
@@ -565,7 +561,7 @@ def clipped_dtensors(side: Side) -> Any:
 
 
 @case("30", models.three_layers, compares=False)
-def backend_names(side: Side) -> None:
+def backend_names(side):
     """Without a GPU: what is read from a class that has the backend's name."""
     if side.is_truth:
         return
@@ -573,7 +569,7 @@ def backend_names(side: Side) -> None:
         raise NotOffered("plans do not depend on the backend")
     from dp_compile._torch import distributed
 
-    def of_class(name: str) -> Any:
+    def of_class(name):
         return type(name, (), {"name": lambda self: "as it calls itself"})()
 
     kinds = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")

@@ -1,7 +1,5 @@
 """Run a case under a subject on all ranks and say what came: right, refused, wrong, crash, hang."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -10,10 +8,8 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,16 +17,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from corpus.cases import CASES, Case
-from corpus.sides import SUBJECTS, Clock, NotOffered, Side, Subject, Wrong, seed, side_of
+from corpus.cases import CASES
+from corpus.sides import SUBJECTS, Clock, NotOffered, Wrong, seed, side_of
 from dp_compile.errors import DPCompileError
-from dp_compile.testing.ranks import RankError, Ranks
+from dp_compile.testing.ranks import RankError
 
 RIGHT, REFUSED, WRONG, CRASH, HANG, NOT_OFFERED = "right", "refused", "wrong", "crash", "hang", "not offered"
-REFUSED_WITHIN_S: Final = 10.0
+REFUSED_WITHIN_S = 10.0
 """After that long, an error is no answer: the user has begun to look for the rank that hangs."""
-ATOL: Final = 1e-6
-TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
+ATOL = 1e-6
+TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Outcome:
     """Of this rank; of all ranks together."""
 
 
-def run(ranks: Ranks, case: Case, subject: Subject, within_s: float = REFUSED_WITHIN_S) -> Outcome:
+def run(ranks, case, subject, within_s=REFUSED_WITHIN_S):
     """Run it on all ranks. Those that something else than right or wrong came of are stopped."""
     start, by_rank = time.monotonic(), list[Outcome]()
     try:
@@ -65,14 +61,14 @@ def run(ranks: Ranks, case: Case, subject: Subject, within_s: float = REFUSED_WI
     )
 
 
-def _may_go_on(found: Outcome, subject: Subject, by_rank: list[Outcome]) -> bool:
+def _may_go_on(found, subject, by_rank):
     """Whether the ranks can run another case: in step with each other, and no compiler was left in the middle."""
     clean = (RIGHT, WRONG, NOT_OFFERED, REFUSED) if subject.ours else (RIGHT, WRONG, NOT_OFFERED)
     in_step = len({each.collectives for each in by_rank}) == 1
     return in_step and (found.kind in clean or (found.kind == CRASH and not subject.compiles))
 
 
-def merge(case: Case, subject: Subject, by_rank: list[Outcome], within_s: float = REFUSED_WITHIN_S) -> Outcome:
+def merge(case, subject, by_rank, within_s=REFUSED_WITHIN_S):
     """What one outcome for each rank adds up to. What the rank with the fault says of itself does not count."""
     seen = {rank: each for rank, each in enumerate(by_rank) if rank not in case.faulty}
     died = [rank for rank, each in seen.items() if each.text == "the process died"]
@@ -97,21 +93,17 @@ def merge(case: Case, subject: Subject, by_rank: list[Outcome], within_s: float 
     return wrong[0] if wrong else Outcome(RIGHT)
 
 
-# --- on a rank ------------------------------------------------------------------------------------------------------
-
-
-def judge(case_name: str, subject_name: str) -> Outcome:
+def judge(case_name, subject_name):
     """What this rank sees of a case."""
     start = time.process_time()
     found = _judged(case_name, subject_name)
-    assert dist.group.WORLD is not None
     collectives = int(dist.group.WORLD._get_sequence_number_for_group())
     return replace(found, collectives=collectives, processor_s=time.process_time() - start)
 
 
-def _judged(case_name: str, subject_name: str) -> Outcome:
+def _judged(case_name, subject_name):
     case, subject, clock = CASES[case_name], SUBJECTS[subject_name], Clock()
-    names: tuple[str, ...] = ()
+    names = ()
     with _prepared(case, subject) as warned:
         try:
             # The truth: one process, the joint batch, nothing compiled.
@@ -142,14 +134,13 @@ def _judged(case_name: str, subject_name: str) -> Outcome:
 
 
 @contextlib.contextmanager
-def _prepared(case: Case, subject: Subject) -> Iterator[Callable[[], list[str]]]:
+def _prepared(case, subject):
     """Compilers as new, a short time-out for collectives, no output. Gives what was warned of so far."""
     torch._dynamo.reset()
     logs = _Kept()
     for name in ("dp_compile", "torch"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logs], False
-    assert dist.group.WORLD is not None
     _set_pg_timeout(timedelta(seconds=case.group_timeout_s), dist.group.WORLD)
     optimize_ddp = "python_reducer" if subject.python_reducer else True
     with warnings.catch_warnings(record=True) as kept, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
@@ -161,15 +152,15 @@ def _prepared(case: Case, subject: Subject) -> Iterator[Callable[[], list[str]]]
 class _Kept(logging.Handler):
     """Keeps warnings of the log."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+        self.texts = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.texts.append(record.getMessage())
 
 
-def _raised(error: Exception, case: Case, subject: Subject, parameters: tuple[str, ...], seconds: float) -> Outcome:
+def _raised(error, case, subject, parameters, seconds):
     """A named error, a time-out of the group, or any other error."""
     if os.environ.get("CORPUS_TRACEBACKS"):
         traceback.print_exception(error)
@@ -182,7 +173,7 @@ def _raised(error: Exception, case: Case, subject: Subject, parameters: tuple[st
     return Outcome(HANG if TIMED_OUT.search(whole) else CRASH, text, seconds)
 
 
-def _first_line(text: str) -> str:
+def _first_line(text):
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     line = re.sub(r"/\S*/(third_party|torch|site-packages)/", "", first)
@@ -190,20 +181,11 @@ def _first_line(text: str) -> str:
     return line if len(line) <= 200 else f"{line[:197]}..."
 
 
-# --- comparing ------------------------------------------------------------------------------------------------------
-
-
-def compare(side: Side, truth: Side, case: Case) -> None:
-    """Gradients, parameters and buffers, by name.
-
-    Buffers on the first rank only, unless the case is about them: torch's DDP hands them on one forward later.
-
-    Raises:
-        Wrong: the worst of those that differ.
-    """
+def compare(side, truth, case):
+    """Raises `Wrong` with the worst difference. Buffers on the first rank, unless a case is about them: DDP is late."""
     if hasattr(side.wrapped, "reshard"):  # between a forward without backward and the next, parameters are other ones
         side.wrapped.reshard()
-    found: list[tuple[float, str]] = []
+    found = []
     theirs = dict(truth.model.named_parameters())
     for name, parameter in side.model.named_parameters():
         other = theirs[name]
@@ -218,16 +200,14 @@ def compare(side: Side, truth: Side, case: Case) -> None:
         raise Wrong(max(found)[1] + (f"; {len(found)} tensors differ" if len(found) > 1 else ""))
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor):
     """All of a tensor, dense and on this rank."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
-def _difference(
-    name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, case: Case
-) -> list[tuple[float, str]]:
+def _difference(name, ours, theirs, case):
     """Nothing, or how far it is off and the text."""
     where = f"on rank {dist.get_rank()}"
     if theirs is None or ours is None:
@@ -242,7 +222,7 @@ def _difference(
     return [(off / max(scale, 1e-30), f"{name} is {off:.2g} off, of {scale:.2g}, {where}")] if off > bound else []
 
 
-def _same(returned: Any, expected: Any, case: Case) -> None:
+def _same(returned, expected, case):
     """What a case returned is what it returned for the truth."""
     if expected is None and returned is None:
         return

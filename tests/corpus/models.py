@@ -1,10 +1,6 @@
 """The modules of the cases. All are small: what goes wrong does not depend on size."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,30 +8,27 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Model(nn.Module):
-    """Submodules and parameters by name, and a forward that is given them.
+    """Parts by name, and a forward that is given them. No `nn.Sequential`: under DDP Dynamo skips its forward."""
 
-    No `nn.Sequential`: under DDP Dynamo skips its forward, and nothing is compiled.
-    """
-
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, run, **parts):
         super().__init__()
         self.run = run
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs):
         return self.run(self, *inputs)
 
 
-def three_layers() -> Model:
+def three_layers():
     layers = {"first": nn.Linear(6, 8), "middle": nn.Linear(8, 8), "last": nn.Linear(8, 6)}
     return Model(lambda own, x: own.last(torch.tanh(own.middle(torch.tanh(own.first(x))))), **layers)
 
 
-def wide(width: int) -> Model:
+def wide(width):
     """Six square weights."""
 
-    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def run(own, x):
         for weight in own.weights:
             x = x @ weight
         return x
@@ -43,33 +36,33 @@ def wide(width: int) -> Model:
     return Model(run, weights=nn.ParameterList(torch.randn(width, width) / width for _ in range(6)))
 
 
-def halves(frozen: bool = False) -> Model:
+def halves(frozen=False):
     """A trunk and a head; one of them may be frozen."""
     trunk, head = nn.Linear(6, 8).requires_grad_(not frozen), nn.Linear(8, 6)
     return Model(lambda own, x: own.head(torch.tanh(own.trunk(x))), trunk=trunk, head=head)
 
 
-def halves_and_norm() -> Model:
+def halves_and_norm():
     """Of the halves tensor parallel makes DTensors, not of the norm."""
     parts = {"trunk": nn.Linear(6, 8), "head": nn.Linear(8, 6), "norm": nn.LayerNorm(6)}
     return Model(lambda own, x: own.norm(own.head(torch.tanh(own.trunk(x)))), **parts)
 
 
-def normed(norm: Callable[[int], nn.Module] = nn.BatchNorm1d, width: int = 8) -> Model:
+def normed(norm=nn.BatchNorm1d, width=8):
     """By default it has buffers that a forward changes."""
     parts = {"first": nn.Linear(6, width), "norm": norm(width), "last": nn.Linear(width, 6)}
     return Model(lambda own, x: own.last(torch.tanh(own.norm(own.first(x)))), **parts)
 
 
-def critic() -> Model:
+def critic():
     layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
     return Model(lambda own, x: own.layers(x), layers=layers)
 
 
-def with_complex() -> Model:
+def with_complex():
     """A complex weight between real ones, as in a Fourier neural operator."""
 
-    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def run(own, x):
         hidden = torch.complex(own.first(x), torch.ones_like(x[:, :1]).expand(-1, 8)) @ own.spectral
         return own.last(torch.cat([hidden.real, hidden.imag], 1))
 
@@ -77,19 +70,19 @@ def with_complex() -> Model:
     return Model(run, first=first, last=last, spectral=nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 3))
 
 
-def with_words() -> Model:
+def with_words():
     """An embedding with sparse gradients, which a batch without words does not use."""
 
-    def run(own: Any, x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+    def run(own, x, words=None):
         return own.head(x if words is None else x + own.words(words))
 
     return Model(run, words=nn.Embedding(20, 6, sparse=True), head=nn.Linear(6, 6))
 
 
-def towers() -> Model:
+def towers():
     """Text always, images sometimes."""
 
-    def run(own: Any, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+    def run(own, text, image=None):
         hidden = own.text(text)
         if image is not None:
             hidden = hidden + own.vision(image)
@@ -98,11 +91,11 @@ def towers() -> Model:
     return Model(run, text=nn.Linear(6, 8), vision=nn.Linear(6, 8), head=nn.Linear(8, 6))
 
 
-def resnet() -> Model:
+def resnet():
     """Two blocks, and more than one bucket of 1 MiB."""
     channels = 128
 
-    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def run(own, x):
         x = torch.relu(own.norms[0](own.stem(x)))
         for norm, convolution in zip(list(own.norms)[1:], own.convolutions, strict=True):
             x = torch.relu(x + norm(convolution(x)))
@@ -117,24 +110,24 @@ def resnet() -> Model:
     )
 
 
-def tiled() -> Model:
+def tiled():
     stem, head = nn.Linear(6, 6), nn.Linear(6, 6)
     mlp = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
     return Model(lambda own, x: own.head(InTiles.apply(own.stem(x), own.mlp)), stem=stem, head=head, mlp=mlp)
 
 
-def checkpointed_lora() -> Model:
+def checkpointed_lora():
     return Model(lambda own, x: checkpoint(own.lora, x, use_reentrant=False), lora=Lora(dropout=0.1))
 
 
 class MaybeSkipped(nn.Module):
     """Stochastic depth: skipped in half of the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(400, 400)
 
-    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, x, scale):
         if random.random() < 0.5:
             return x
         return x + scale * torch.tanh(self.linear(x))
@@ -143,12 +136,12 @@ class MaybeSkipped(nn.Module):
 class StochasticDepth(nn.Module):
     """More than two buckets of 1 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem, self.middle, self.head = nn.Linear(6, 400), nn.Linear(400, 400), nn.Linear(400, 6)
         self.blocks = nn.ModuleList(MaybeSkipped() for _ in range(2))
 
-    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, x, scale):
         rows = x.shape[0]
         x = self.stem(x)
         x = self.blocks[0](x, scale)
@@ -159,14 +152,14 @@ class StochasticDepth(nn.Module):
 class Lora(nn.Module):
     """A frozen weight and a trainable update of low rank, with dropout before it."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.base = nn.Linear(6, 6)
         self.base.requires_grad_(False)
         self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         """The result, and what `up` was given."""
         hidden = self.down(self.dropout(x))
         return self.base(x) + self.up(hidden), hidden.detach()
@@ -175,14 +168,14 @@ class Lora(nn.Module):
 class SharedLora(nn.Module):
     """The same adapter in two checkpointed segments: each of them runs another backward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lora, self.head = Lora(), nn.Linear(6, 6)
 
-    def segment(self, x: torch.Tensor) -> torch.Tensor:
+    def segment(self, x):
         return torch.tanh(self.lora(x)[0])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for _ in range(2):
             x = checkpoint(self.segment, x, use_reentrant=True)
         return self.head(x)
@@ -194,14 +187,14 @@ class InTiles(torch.autograd.Function):
     TILES = 3
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
+    def forward(ctx, x, mlp):
         ctx.mlp = mlp
         ctx.save_for_backward(x)
         with torch.no_grad():
             return torch.cat([mlp(tile) for tile in x.chunk(InTiles.TILES)])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         grads = []
         for tile, of_tile in zip(x.chunk(InTiles.TILES), grad.chunk(InTiles.TILES), strict=True):
@@ -209,7 +202,6 @@ class InTiles(torch.autograd.Function):
             with torch.enable_grad():
                 result = ctx.mlp(tile)
             torch.autograd.backward(result, of_tile)
-            assert tile.grad is not None
             grads.append(tile.grad)
         return torch.cat(grads), None
 
@@ -220,17 +212,14 @@ class Fault(torch.autograd.Function):
     armed = False
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         if Fault.armed:
             raise MemoryError("out of memory in the backward")
         return grad
-
-
-# --- a parameter whose class is no `torch.Tensor` -------------------------------------------------------------------
 
 
 class Scaled(torch.Tensor):
@@ -240,28 +229,28 @@ class Scaled(torch.Tensor):
     scale: float
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, inner, scale):
+        made = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, inner.stride(), dtype=torch.float32, device=inner.device
         )
         made.inner, made.scale = inner, scale
         return made
 
-    def __init__(self, inner: torch.Tensor, scale: float) -> None:
+    def __init__(self, inner, scale):
         pass
 
-    def __tensor_flatten__(self) -> tuple[list[str], float]:
+    def __tensor_flatten__(self):
         return ["inner"], self.scale
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], scale: float, size: Any, stride: Any) -> Scaled:
+    def __tensor_unflatten__(inner, scale, size, stride):
         return Scaled(inner["inner"], scale)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents=None):
         return f"Scaled({self.inner!r}, {self.scale})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         aten, kwargs = torch.ops.aten, kwargs or {}
         if function in (aten.detach.default, aten.alias.default, aten.clone.default):
             return Scaled(function(args[0].inner), args[0].scale)
@@ -278,12 +267,12 @@ class Scaled(torch.Tensor):
 class OnScaled(nn.Module):
     """A weight that is a `Scaled`: frozen and of eight bits with a trainable update, or trainable."""
 
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen):
         super().__init__()
         weight = torch.randn(6, 6)
         inner = (weight * 20).round().to(torch.int8) if frozen else weight * 2
         self.weight = nn.Parameter(Scaled(inner, 0.05 if frozen else 0.5), requires_grad=not frozen)
         self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.mm(x, self.weight) + self.up(self.down(x))

@@ -1,15 +1,13 @@
 """What a case trains: the same module alone, as the truth, and under each subject that makes it data parallel."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch._dynamo.compiled_autograd
@@ -19,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 
-RANKS: Final = 2
-Loss = Callable[[int, int], torch.Tensor]
-"""Of the batch of a rank, by its number."""
+RANKS = 2
 
 
 class Wrong(Exception):
@@ -38,50 +34,46 @@ class Clock:
 
     began: float = field(default_factory=time.monotonic)
 
-    def start(self) -> None:
+    def start(self):
         self.began = time.monotonic()
 
 
 @dataclass
 class Side:
-    """A module in training.
-
-    `model` is the bare module, `wrapped` what the subject made of it, `run` what is called. `ranks` are those whose
-    batches this process trains on: its own, or all for the truth, which has no `subject`.
-    """
+    """A module in training: `wrapped` by the subject, called by `run`, on the batches of `ranks` (the truth: all)."""
 
     model: nn.Module
     wrapped: Any
     run: Callable[..., Any]
     optimizer: torch.optim.Optimizer
     ranks: tuple[int, ...]
-    subject: Subject | None
+    subject: "Subject | None"
     clock: Clock
     backend: str = "aot_eager"
     dtype: torch.dtype = torch.float32
 
     @property
-    def is_truth(self) -> bool:
+    def is_truth(self):
         return self.subject is None
 
     @property
-    def ours(self) -> bool:
+    def ours(self):
         return self.subject is not None and self.subject.ours
 
-    def make(self, model: nn.Module, **options: Any) -> Side:
+    def make(self, model, **options):
         """Another module, under the same subject."""
         return side_of(self.subject, model, self.clock, options, self.backend, self.dtype)
 
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self, function):
         """`function`, compiled if the subject is about compiled forwards."""
         if self.subject is None or not self.subject.compiles:
             return function
         return torch.compile(function, backend=self.backend)
 
-    def no_sync(self) -> AbstractContextManager[Any]:
+    def no_sync(self):
         return nullcontext() if self.subject is None else self.subject.no_sync(self.wrapped)
 
-    def steps(self, number: int) -> Iterator[int]:
+    def steps(self, number):
         """So many steps of the optimizer; the gradients of the last one stay."""
         for step in range(number):
             self.clock.start()
@@ -89,36 +81,35 @@ class Side:
             yield step
             self.optimizer.step()
 
-    def train(self, loss: Loss, steps: int) -> None:
+    def train(self, loss, steps):
         for step in self.steps(steps):
             self.backward(loss, step)
 
-    def backward(self, loss: Loss, number: int) -> None:
+    def backward(self, loss, number):
         """Run `loss(rank, number)` and its backward for each of `ranks`: gradients add up as of the joint batch."""
         for rank in self.ranks:
             with self._as(rank):
                 value = loss(rank, number)
                 self.run_backward(value if len(self.ranks) == 1 else value / len(self.ranks))
 
-    def run_backward(self, loss: torch.Tensor) -> None:
+    def run_backward(self, loss):
         with nullcontext() if self.subject is None else self.subject.backward(self.backend):
             loss.backward()
 
-    def batch(self, rank: int, number: int, rows: int = 3, columns: int = 6) -> torch.Tensor:
+    def batch(self, rank, number, rows=3, columns=6):
         generator = torch.Generator().manual_seed(10 * number + rank)
         return torch.randn(rows, columns, generator=generator).to(self.dtype)
 
-    def square(self, rank: int, number: int) -> torch.Tensor:
+    def square(self, rank, number):
         """The plainest loss."""
         return self.run(self.batch(rank, number)).square().mean()
 
-    def collectives(self) -> int:
+    def collectives(self):
         """How many collectives the default group has launched."""
-        assert dist.group.WORLD is not None
         return int(dist.group.WORLD._get_sequence_number_for_group())
 
     @contextlib.contextmanager
-    def _as(self, rank: int) -> Iterator[None]:
+    def _as(self, rank):
         """Inside, this process trains as `rank`. The first rank's buffers are those that count."""
         kept = [each.clone() for each in self.model.buffers()] if self.is_truth and rank else []
         yield
@@ -126,12 +117,9 @@ class Side:
             buffer.copy_(value)
 
 
-def seed(number: int) -> None:
+def seed(number):
     torch.manual_seed(number)
     random.seed(number)
-
-
-# --- subjects -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,14 +134,14 @@ class Subject:
     python_reducer: bool = False
     broadcasts_buffers: bool = True
 
-    def no_sync(self, wrapped: Any) -> AbstractContextManager[Any]:
+    def no_sync(self, wrapped):
         if self.ours:
             return dp_compile.no_sync(wrapped)
         if isinstance(wrapped, DistributedDataParallel):
             return wrapped.no_sync()
         return _without_sync(wrapped)
 
-    def backward(self, backend: str) -> AbstractContextManager[Any]:
+    def backward(self, backend):
         """What the backward runs in."""
         if not self.python_reducer:
             return nullcontext()
@@ -161,7 +149,7 @@ class Subject:
 
 
 @contextlib.contextmanager
-def _without_sync(module: Any) -> Iterator[None]:
+def _without_sync(module):
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -169,16 +157,16 @@ def _without_sync(module: Any) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def _ddp(module: nn.Module, backend: str, options: dict[str, Any]) -> Any:
+def _ddp(module, backend, options):
     mesh = options.pop("mesh", None)
     return DistributedDataParallel(module, device_mesh=mesh, **options)
 
 
-_NOT_NEEDED: Final = ("find_unused_parameters", "broadcast_buffers", "bucket_cap_mb", "gradient_as_bucket_view")
+_NOT_NEEDED = ("find_unused_parameters", "broadcast_buffers", "bucket_cap_mb", "gradient_as_bucket_view")
 """torch's newest `replicate` has no such options. A case that sets one runs without it."""
 
 
-def _torch_replicate(module: nn.Module, backend: str, options: dict[str, Any]) -> Any:
+def _torch_replicate(module, backend, options):
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -189,12 +177,12 @@ def _torch_replicate(module: nn.Module, backend: str, options: dict[str, Any]) -
     return replicate(module, mesh=mesh)
 
 
-def _ours(module: nn.Module, backend: str, options: dict[str, Any]) -> Any:
+def _ours(module, backend, options):
     config = dp_compile.ReplicateConfig(backend=backend)
     return dp_compile.replicate(module, config=config, device_mesh=options.pop("mesh", None), **options)
 
 
-_ALL: Final = (
+_ALL = (
     Subject("ddp", "DDP", _ddp),
     Subject("ddp_compiled", "compiled DDP", _ddp, compiles=True),
     Subject("python_reducer", "`python_reducer`", _ddp, compiles=True, python_reducer=True),
@@ -202,17 +190,10 @@ _ALL: Final = (
     Subject("ours", "dp_compile", _ours, compiles=True, ours=True),
     Subject("ours_eager", "dp_compile, not compiled", _ours, ours=True),
 )
-SUBJECTS: Final[Mapping[str, Subject]] = {each.name: each for each in _ALL}
+SUBJECTS = {each.name: each for each in _ALL}
 
 
-def side_of(
-    subject: Subject | None,
-    model: nn.Module,
-    clock: Clock,
-    options: dict[str, Any],
-    backend: str = "aot_eager",
-    dtype: torch.dtype = torch.float32,
-) -> Side:
+def side_of(subject, model, clock, options, backend="aot_eager", dtype=torch.float32):
     """A module under `subject`, or alone: the truth."""
     options, wrapped, ranks = dict(options), model, tuple(range(RANKS))
     if subject is not None:

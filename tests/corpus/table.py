@@ -1,22 +1,18 @@
 """The page: what came of each case under each subject."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from corpus.cases import CASES, REPORTS
-from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome
+from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG
 from corpus.sides import SUBJECTS
 
-REPOSITORIES: Final = {
+REPOSITORIES = {
     "pytorch": "pytorch/pytorch",
     "torchtitan": "pytorch/torchtitan",
     "ao": "pytorch/ao",
@@ -31,7 +27,7 @@ REPOSITORIES: Final = {
 }
 """Where a report can be read. Others are named without a link."""
 
-HEAD: Final = """\
+HEAD = """\
 # Where data parallelism goes wrong: public reports, run
 
 Each row is a report of people who train data parallel, made into a small program of our own. It was run on two gloo
@@ -53,7 +49,7 @@ for all six. A row is a small program: it shows what the code does there, not ho
 | - | the subject has no such option, or the report is not about it |
 """
 
-HOW: Final = """\
+HOW = """\
 ## How to run it
 
 `python tests/corpus` runs all of it and writes this page; `python tests/corpus --subject ours ddp --row 3a 10` runs a
@@ -64,9 +60,9 @@ columns of dp_compile for each change, and all of it at night (`tests/corpus/tes
 """
 
 
-def page(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+def page(outcomes):
     """The page, in Markdown. A case that was not run under a subject has an empty cell."""
-    notes: dict[str, int] = {}
+    notes = {}
     titles = " | ".join(each.title for each in SUBJECTS.values())
     lines = [
         HEAD.format(timeout=_timeouts()),
@@ -89,14 +85,14 @@ def page(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, outcomes: Mapping[tuple[str, str], Outcome], notes: dict[str, int]) -> str:
+def _row(name, outcomes, notes):
     cells = [_cell(outcomes.get((name, subject)), notes) for subject in SUBJECTS]
     report = REPORTS[name]
     what = f". Right: {report['right']}" if name in CASES else f": {report['needs']}"
     return f"| {name} | {_links(report['threads'].split())} | {report['symptom']}{what} | {' | '.join(cells)} |"
 
 
-def _cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
+def _cell(outcome, notes):
     if outcome is None:
         return ""
     shown = {RIGHT: "right", REFUSED: "refused", NOT_OFFERED: "-"}.get(outcome.kind, f"**{outcome.kind}**")
@@ -106,13 +102,13 @@ def _cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
     return f"{shown} [^{number}]"
 
 
-def _plain(text: str) -> str:
+def _plain(text):
     """Errors are quoted as they are: no sign of theirs may become Markdown."""
     text = re.sub(r"\[gloo/gloo/transport/tcp/\w+\.cc:\d+\] ", "", text)
     return re.sub(r"([\[\]*_<>|`])", r"\\\1", text)
 
 
-def _links(threads: list[str]) -> str:
+def _links(threads):
     found = []
     for each in threads:
         name, number = each.split("#")
@@ -121,7 +117,7 @@ def _links(threads: list[str]) -> str:
     return ", ".join(found)
 
 
-def _count(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+def _count(outcomes):
     kinds = (RIGHT, REFUSED, WRONG, CRASH, HANG, NOT_OFFERED)
     shown = [*kinds[:-1], "-"]
     lines = [f"| | {' | '.join(shown)} |", "|---" * (1 + len(kinds)) + "|"]
@@ -131,15 +127,15 @@ def _count(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     return "\n".join([*lines, ""])
 
 
-def summary(rows: Mapping[str, list[str]]) -> str:
+def summary(rows):
     """The row of the README, from the cells of a page by row: how many were wrong, crashed or hung, by subject."""
     counts = (sum(cells[place].startswith("**") for cells in rows.values()) for place in range(len(SUBJECTS)))
     return f"| {' | '.join(map(str, counts))} |"
 
 
-def _timeouts() -> str:
+def _timeouts():
     usual = max(set(times := [case.group_timeout_s for case in CASES.values()]), key=times.count)
-    short: dict[float, list[str]] = {}
+    short = {}
     for case in CASES.values():
         if case.group_timeout_s != usual:
             short.setdefault(case.group_timeout_s, []).append(case.name)
@@ -147,7 +143,7 @@ def _timeouts() -> str:
     return f"{usual:.0f} s ({'; '.join(others)})"
 
 
-def _machine() -> str:
+def _machine():
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
     return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"

@@ -1,11 +1,8 @@
 """Public reports of wrong data parallelism: ours is right in each of them, or refuses by name; the page lists all."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from corpus import table
 from corpus.cases import CASES, REPORTS
 from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome, merge, run
-from corpus.sides import SUBJECTS, Subject
+from corpus.sides import SUBJECTS
 from dp_compile.testing.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +26,7 @@ WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
+def pool():
     ranks = Ranks(2, "forkserver")
     yield ranks
     ranks.stop()
@@ -37,7 +34,7 @@ def pool() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("subject", OURS)
 @pytest.mark.parametrize("name", CASES)
-def test_ours_is_right_or_refuses_by_name(pool: Ranks, name: str, subject: str, request: pytest.FixtureRequest) -> None:
+def test_ours_is_right_or_refuses_by_name(pool, name, subject, request):
     if subject in CASES[name].known:
         request.applymarker(pytest.mark.xfail(strict=False, reason=CASES[name].known[subject]))
     outcome = run(pool, CASES[name], SUBJECTS[subject], WITHIN_S)
@@ -47,7 +44,7 @@ def test_ours_is_right_or_refuses_by_name(pool: Ranks, name: str, subject: str, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_the_command_runs_all(tmp_path: Path) -> None:
+def test_the_command_runs_all(tmp_path):
     """What peers do is theirs: a cell of theirs that changes fails nothing."""
     output = tmp_path / "corpus.md"
     command = [sys.executable, str(ROOT / "tests" / "corpus"), "--output", str(output)]
@@ -55,13 +52,13 @@ def test_the_command_runs_all(tmp_path: Path) -> None:
     assert rows_of(output.read_text()).keys() == rows_of(PAGE.read_text()).keys()
 
 
-def rows_of(page: str) -> dict[str, list[str]]:
+def rows_of(page):
     """The cells of each row."""
     found = [line.strip("|").split(" | ") for line in page.splitlines() if re.match(r"\| \d+[abc]? \|", line)]
     return {cells[0].strip(): [cell.strip(" |") for cell in cells[-len(SUBJECTS) :]] for cells in found}
 
 
-def test_the_page_has_all_rows_and_ours_are_right_or_refused() -> None:
+def test_the_page_has_all_rows_and_ours_are_right_or_refused():
     rows = rows_of(PAGE.read_text())
     assert rows.keys() == REPORTS.keys() >= CASES.keys()
     for name in CASES:
@@ -72,13 +69,11 @@ def test_the_page_has_all_rows_and_ours_are_right_or_refused() -> None:
             assert good or subject in CASES[name].known, (name, subject, cells[subject])
 
 
-def test_the_readme_links_to_the_page_and_has_its_figures() -> None:
+def test_the_readme_links_to_the_page_and_has_its_figures():
     first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
     assert "(docs/corpus.md)" in first_screen
     assert table.summary(rows_of(PAGE.read_text())) in first_screen
 
-
-# --- what ranks saw, put together -----------------------------------------------------------------------------------
 
 DDP, DP_COMPILE = SUBJECTS["ddp"], SUBJECTS["ours"]
 FINE, LATE = Outcome(RIGHT), Outcome(HANG, "Timed out waiting 20000ms")
@@ -98,5 +93,5 @@ NAMED = Outcome(REFUSED, "ReductionError: not reduced: trunk.weight", 1.0)
         ("1", DDP, [Outcome(WRONG, "0.weight.grad is 0.1 off"), Outcome(CRASH, "the process died")], CRASH),
     ],
 )
-def test_what_ranks_saw_is_put_together(name: str, subject: Subject, by_rank: list[Outcome], kind: str) -> None:
+def test_what_ranks_saw_is_put_together(name, subject, by_rank, kind):
     assert merge(CASES[name], subject, by_rank).kind == kind

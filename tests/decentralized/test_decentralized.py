@@ -1,32 +1,100 @@
-"""Ranks that mix parameters: D-PSGD in NumPy, decent-dp itself, and where we deviate."""
-
-from __future__ import annotations
+"""Ranks that mix parameters: topologies, D-PSGD in NumPy, decent-dp itself, and where we deviate."""
 
 import copy
 import os
-from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from local_steps import AOT, SMALL_MB, adamw, by_formula, compiled, decentral, mine, mlp, train, values
+from hypothesis import given
+from hypothesis import strategies as st
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
+from dp_compile.decentralized import decentralize
 from dp_compile.decentralized.topologies import Edge, Topology, topology
-from dp_compile.testing.ranks import Ranks
+from dp_compile.errors import ConfigError
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
+SMALL_MB = 1e-4
+"""Buckets of about one layer."""
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def mlp(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
+
+
+def batch(step, rank, width=5):
+    return np.random.default_rng(1000 * step + rank).standard_normal((4, width))
+
+
+def mine(step, dtype=torch.float32, width=5):
+    return torch.tensor(batch(step, dist.get_rank(), width), dtype=dtype)
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+def decentral(model, topology="ring", optimizer=adamw, **options):
+    return decentralize(
+        model, topology=topology, optimizer=optimizer, **{"bucket_size_in_mb": SMALL_MB, "config": AOT} | options
+    )
+
+
+def values(model):
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def train(model, run, steps):
+    for step in steps:
+        run(mine(step, next(model.parameters()).dtype)).square().mean().backward()
+        assert all(each.grad is None for each in model.parameters())
+
+
+def by_formula(start, matrix, world_size, steps, **sgd):
+    """Parameters of all ranks, stacked, after each step of SGD: x(t + 1) = W(t) x(t) - update(gradient at x(t))."""
+    x = [np.stack([each] * world_size) for each in start]
+    velocity = [np.zeros_like(each) for each in x]
+    for step in range(steps):
+        found = [gradients([each[rank] for each in x], batch(step, rank)) for rank in range(world_size)]
+        for place in range(len(x)):
+            gradient = np.stack([found[rank][place] for rank in range(world_size)])
+            x[place] = np.tensordot(matrix(step), x[place], 1)
+            gradient = gradient + sgd["weight_decay"] * x[place]
+            velocity[place] = gradient if step == 0 else sgd["momentum"] * velocity[place] + gradient
+            x[place] = x[place] - sgd["lr"] * velocity[place]
+        yield x
+
+
+def gradients(parameters, x):
+    """Of the mean of the squares of `mlp`'s outputs."""
+    w1, b1, w2, w3, b3 = parameters
+    first = np.tanh(x @ w1.T + b1)
+    second = np.tanh(first @ w2.T)
+    out = second @ w3.T + b3
+    d_out = 2 * out / out.size
+    d_second = (d_out @ w3) * (1 - second**2)
+    d_first = (d_second @ w2) * (1 - first**2)
+    return [d_first.T @ x, d_first.sum(0), d_second.T @ first, d_out.T @ second, d_out.sum(0)]
+
 
 name_of = attrgetter("__name__")
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def alone_now_and_then(world_size: int) -> Topology:
+def alone_now_and_then(world_size):
     """Weighted, of three ranks, and of one."""
     three, last = Edge((0, 1, 2), 0.5), world_size - 1
     others = tuple(Edge((rank,), 1.0) for rank in range(3, world_size))
@@ -34,14 +102,10 @@ def alone_now_and_then(world_size: int) -> Topology:
     return Topology("alone now and then", world_size, ((three, *others), ends))
 
 
-# --- the truth ----------------------------------------------------------------------------------------------------
-
-
 @on_ranks("ranks4")
-def test_as_d_psgd_in_numpy() -> None:
+def test_as_d_psgd_in_numpy():
     """All topologies for 12 steps, by SGD with momentum and decay of the mixed parameters."""
     steps, world_size, rank = 12, dist.get_world_size(), dist.get_rank()
-    torch._dynamo.reset()
     names = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
     for chosen in (*(topology(name, world_size, 2) for name in names), alone_now_and_then(world_size)):
         model = mlp(torch.float64)
@@ -61,13 +125,13 @@ def test_as_d_psgd_in_numpy() -> None:
     np.testing.assert_allclose(mixed, 1 / world_size)  # after a period each rank has averaged with all others
 
 
-def as_theirs(name: str, world_size: int, steps: int) -> Topology:
+def as_theirs(name, world_size, steps):
     """A deviation: decent-dp starts its first exchange with edge 1 and goes on with edge 3."""
     edges = topology(name, world_size, 2).steps
     return Topology(name, world_size, tuple(edges[(step + (step > 1)) % len(edges)] for step in range(steps)))
 
 
-def beside_decent_dp(option: str, names: list[str]) -> float:
+def beside_decent_dp(option, names):
     from decent_dp.ddp import DecentralizedDataParallel
     from loguru import logger
 
@@ -98,26 +162,22 @@ def beside_decent_dp(option: str, names: list[str]) -> float:
 
 
 class Leaning(torch.optim.AdamW):
-    """Moves parameters by what has arrived before they are mixed, in `pre_average_hook`.
-
-    Deviations: decent-dp calls it for each bucket, with an optimizer of that alone, and before the first step too, when
-    parameters lie where something might have arrived.
-    """
+    """A deviation: decent-dp calls the hook for each bucket, and before the first step, with no parameters there."""
 
     @torch.no_grad()
-    def pre_average_hook(self, edge: Any, weight: float) -> None:
+    def pre_average_hook(self, edge, weight):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not torch.equal(parameter.comm_buffer, parameter):
                     parameter.add_(parameter.comm_buffer, alpha=0.1 * weight + 0.01 * len(edge.ranks))
 
 
-def adamw_of_names(named: Any) -> torch.optim.Optimizer:
+def adamw_of_names(named):
     return adamw([parameter for _, parameter in named])
 
 
 halved = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-DECENT_OPTIONS: dict[str, dict[str, Any]] = {
+DECENT_OPTIONS = {
     "plain": {},
     "clipped": {"grad_clip_norm": 0.05},
     "factor": {"factor": 0.3, "param_as_bucket_view": False},
@@ -130,17 +190,14 @@ DECENT_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", DECENT_OPTIONS)
-def test_as_decent_dp(ranks4: Ranks, option: str) -> None:
+def test_as_decent_dp(ranks4, option):
     """Step by step, wherever it is right: learning rates, clipping, the factor and the distance to the average too."""
     pytest.importorskip("decent_dp", reason="decent-dp is not installed: pip install decent-dp==0.2.3")
     names = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"] if option == "plain" else ["one-peer-exp"]
     assert max(ranks4.run(beside_decent_dp, option, names)) < 1e-6
 
 
-# --- where decent-dp is wrong or silent -----------------------------------------------------------------------------
-
-
-def layouts() -> None:
+def layouts():
     """A convolution whose parameters lie channels last, and its twin's that lie row by row."""
     found = []
     for order in (torch.channels_last, torch.contiguous_format):
@@ -158,17 +215,16 @@ def layouts() -> None:
 class Tied(nn.Module):
     """Its weight is used twice, and one parameter never."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.unused = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
         self.second.weight = self.first.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(torch.tanh(self.first(x)))
-        return result
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
 
 
-def tied() -> None:
+def tied():
     """A deviation: decent-dp refuses the first, and never sends the bucket that ends with the second."""
     torch.manual_seed(0)
     model, plain = decentral(Tied(), "complete", lambda p: torch.optim.SGD(p, lr=0.1)), Tied()
@@ -190,7 +246,7 @@ def tied() -> None:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -198,7 +254,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("error:state_dict\\(\\) of a decentralized")
-def test_one_rank() -> None:
+def test_one_rank():
     """A deviation: decent-dp divides by zero."""
     ours, theirs = decentral(mlp(), "one-peer-exp"), mlp()
     optimizer = adamw(theirs.parameters())
@@ -211,9 +267,8 @@ def test_one_rank() -> None:
     ours.state_dict()  # that of all ranks
 
 
-def first_exchange() -> None:
-    """SGD of a constant gradient: no rank is mixed before it was updated, and then with edge 1. decent-dp leaves edge 2
-    out."""
+def first_exchange():
+    """SGD of a constant gradient: ranks are mixed after the first update, with edge 1. decent-dp leaves edge 2 out."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     decentral(model, "one-peer-exp", torch.optim.SGD(model.parameters(), lr=1.0))
@@ -226,7 +281,7 @@ def first_exchange() -> None:
     assert model.weight.item() == (ours + theirs) / 2 - rank
 
 
-def scaled() -> list[float]:
+def scaled():
     """Rank 1's gradient is not finite in step 2."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
     plain = decentral(mlp(), "complete", grad_clip_norm=0.05)
@@ -244,16 +299,16 @@ def scaled() -> list[float]:
     return scales
 
 
-def test_ranks_agree_on_the_scale(ranks2: Ranks) -> None:
+def test_ranks_agree_on_the_scale(ranks2):
     """A deviation: with decent-dp each rank has another scale, and each bucket is left out by itself."""
     # Steps that have the infinity: rank 1 halves the scale in step 2, and rank 0 hears of it with the parameters.
     assert ranks2.run(scaled) == [[64.0, 64.0, 64.0, 32.0, 32.0], [64.0, 64.0, 32.0, 32.0, 32.0]]
 
 
-def buffers() -> None:
+def buffers():
     """A deviation: decent-dp averages them for good."""
     normed = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model: Any = decentral(normed, "complete", sync_buffer_in_global_avg=True)
+    model = decentral(normed, "complete", sync_buffer_in_global_avg=True)
     train(model, model, range(3))
     own = [each.clone() for each in model.buffers()]
     mean = model[1].running_mean.clone()
@@ -266,11 +321,8 @@ def buffers() -> None:
     assert all(map(torch.equal, model.buffers(), own))
 
 
-# --- averages, checkpoints, accumulation ----------------------------------------------------------------------------
-
-
-def averages() -> None:
-    model: Any = decentral(mlp(), "ring")
+def averages():
+    model = decentral(mlp(), "ring")
     model.state_dict()  # all ranks are equal: nothing to warn of
     train(model, model, range(3))
     own, flat = values(model), torch.cat([each.flatten() for each in values(model)])
@@ -300,7 +352,7 @@ def averages() -> None:
     steps_as_alone(again)
 
 
-def steps_as_alone(model: nn.Module) -> None:
+def steps_as_alone(model):
     """The next step of a module is that of this rank alone."""
     plain = mlp()
     plain.load_state_dict(dict(zip(plain.state_dict(), values(model), strict=True)))
@@ -311,18 +363,18 @@ def steps_as_alone(model: nn.Module) -> None:
     assert all(map(torch.equal, values(model), values(plain)))
 
 
-def goes_on_from_an_average() -> None:
+def goes_on_from_an_average():
     """Of four ranks: of two, what was sent before is that average."""
-    model: Any = decentral(mlp(), "ring", lambda p: torch.optim.SGD(p, lr=1.0))
+    model = decentral(mlp(), "ring", lambda p: torch.optim.SGD(p, lr=1.0))
     train(model, model, range(3))
     model.global_avg(will_revert=False)
     steps_as_alone(model)
 
 
-def changed_outside() -> None:
+def changed_outside():
     """Parameters that are changed between two steps, read in a graph of before, loaded over an average."""
     for as_views in (True, False):
-        model: Any = decentral(mlp(), "ring", param_as_bucket_view=as_views)
+        model = decentral(mlp(), "ring", param_as_bucket_view=as_views)
         train(model, model, range(2))
         before = model(mine(0)).sum()
         model.global_avg(will_revert=False)
@@ -346,14 +398,11 @@ def changed_outside() -> None:
         dp_compile.unreplicate(model)
 
 
-def accumulated() -> None:
+def accumulated():
     """The average of two backwards, compiled and not; a copy is a plain module."""
-    torch._dynamo.reset()
     found = []
     for compile_model in (compiled, lambda model: model):
-        model: Any = dp_compile.decentralized.DecentralizedDataParallel(
-            mlp(), adamw_of_names, topology="ring", config=AOT
-        )
+        model = dp_compile.decentralized.DecentralizedDataParallel(mlp(), adamw_of_names, topology="ring", config=AOT)
         run = compile_model(model)
         for step in range(3):
             with model.no_sync():
@@ -371,19 +420,16 @@ def accumulated() -> None:
 
 
 @pytest.mark.parametrize("scenario", [layouts, tied, buffers, averages, changed_outside, accumulated], ids=name_of)
-def test_on_two_ranks(ranks2: Ranks, scenario: Callable[[], None]) -> None:
+def test_on_two_ranks(ranks2, scenario):
     ranks2.run(scenario)
 
 
 @pytest.mark.parametrize("scenario", [first_exchange, goes_on_from_an_average], ids=name_of)
-def test_on_four_ranks(ranks4: Ranks, scenario: Callable[[], None]) -> None:
+def test_on_four_ranks(ranks4, scenario):
     ranks4.run(scenario)
 
 
-# --- refused, and lost ----------------------------------------------------------------------------------------------
-
-
-def said_by(error: type[Exception], model: nn.Module, **options: Any) -> str:
+def said_by(error, model, **options):
     with pytest.raises(error) as raised:
         decentral(model, **options)
     assert type(model) is nn.Sequential  # as it was
@@ -391,7 +437,7 @@ def said_by(error: type[Exception], model: nn.Module, **options: Any) -> str:
 
 
 @on_ranks("ranks2")
-def test_ranks_that_differ_refuse_at_the_start() -> None:
+def test_ranks_that_differ_refuse_at_the_start():
     rank, edges = dist.get_rank(), lambda weight: Topology("own", 2, ((Edge((0, 1), weight),),))
     differs = "rank 1 differs from rank 0: topology is "
     assert differs in said_by(dp_compile.DesyncError, mlp(), topology=edges(0.5 + rank / 10))
@@ -404,8 +450,8 @@ def test_ranks_that_differ_refuse_at_the_start() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_refused() -> None:
-    def refused(text: str, **options: Any) -> None:
+def test_refused():
+    def refused(text, **options):
         assert text in said_by(dp_compile.ConfigError, mlp(), **options)
 
     other = nn.Parameter(torch.zeros(1))
@@ -418,7 +464,7 @@ def test_refused() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     config = dp_compile.ReplicateConfig(mp_policy=policy, static_graph=True, gradient_as_bucket_view=True)
     refused("got ['static_graph', 'gradient_as_bucket_view', 'reduce_dtype of mp_policy']", config=config)
-    model: Any = decentral(mlp())
+    model = decentral(mlp())
     train(model, model, range(2))
     for call in (lambda: dp_compile.measure(model).__enter__(), lambda: dp_compile.explain(model)):
         with pytest.raises(dp_compile.UnsupportedModuleError, match="no gradient of this module is reduced"):
@@ -441,20 +487,21 @@ class ReachedInside(torch.autograd.Function):
     """A backward that runs another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    def forward(ctx, x, model):
         ctx.model = model
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx, *gradients):
         with torch.enable_grad():
             ctx.model(torch.ones(2, 5)).sum().backward()
         return *gradients, None
 
 
-def moved_then_broken() -> None:
+@on_ranks("ranks2")
+def test_memory_that_moved_and_a_step_that_failed():
     """Memory that is not mixed is an error before anything is; a step that fails half way is one in the next."""
-    model: Any = decentral(mlp(), "ring", Failing)
+    model = decentral(mlp(), "ring", Failing)
     train(model, model, range(2))
     weight = model[0].weight.data
     model[0].weight.data = weight.clone()
@@ -475,15 +522,11 @@ def moved_then_broken() -> None:
 class Failing(torch.optim.SGD):
     fails = False
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return 1 / 0 if self.fails else super().step(closure)
 
 
-def test_memory_that_moved_and_a_step_that_failed(ranks2: Ranks) -> None:
-    ranks2.run(moved_then_broken)
-
-
-def killed() -> str:
+def killed():
     model = decentral(mlp(), "ring")
     train(model, model, range(3))
     if dist.get_rank() == 1:
@@ -493,8 +536,75 @@ def killed() -> str:
     return str(raised.value)
 
 
-def test_a_killed_neighbour_is_named(own_ranks: Ranks) -> None:
+def test_a_killed_neighbour_is_named(own_ranks):
     ok, said = own_ranks.outcomes(killed)[0]
     assert ok, said
     assert "the parameters of rank(s) 1, of edge (0, 1) of topology 'ring', did not arrive in step" in said
     assert "rank(s) 1 did not reach this step" in said
+
+
+NAMED = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
+
+
+@st.composite
+def weighted_topologies(draw):
+    """Any edges of any size, and any weight."""
+    world_size = draw(st.integers(1, 9))
+    steps = []
+    for _ in range(draw(st.integers(1, 3))):
+        order = draw(st.permutations(range(world_size)))
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, world_size - 1)), max_size=3)) | {0, world_size})
+        groups = [order[a:b] for a, b in pairwise(cuts) if order[a:b]]
+        steps.append([Edge(tuple(g), draw(st.floats(0, 1)) if len(g) > 1 else 1.0) for g in groups])
+    return Topology("drawn", world_size, tuple(map(tuple, steps)))
+
+
+BUILT_IN = st.builds(
+    lambda name, bits, local: topology(name, local << bits, local),
+    st.sampled_from(NAMED),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+)
+
+
+@given(st.one_of(weighted_topologies(), BUILT_IN), st.integers(0, 99))
+def test_what_every_topology_has(chosen, step):
+    n = chosen.world_size
+    for edges in chosen.steps:
+        assert sorted(rank for edge in edges for rank in edge.ranks) == list(range(n))
+    matrix = chosen.mixing_matrix(step)
+    assert np.all(matrix >= -1e-15)
+    np.testing.assert_allclose(matrix.sum(0), 1)
+    np.testing.assert_allclose(matrix, matrix.T)
+    edges = chosen.steps[step % chosen.period]
+    for rank, edge in enumerate(each[step % chosen.period] for each in map(chosen.edges_of, range(n))):
+        assert edge in edges
+        assert matrix[rank, rank] == pytest.approx(edge.weight)
+        for other in set(edge.ranks) - {rank}:
+            assert matrix[rank, other] == pytest.approx((1 - edge.weight) / (len(edge.ranks) - 1))
+    used = {edge.ranks for edges in chosen.steps for edge in edges if len(edge.ranks) > 1}
+    assert set(chosen.groups()) == used
+    assert len(chosen.groups()) == len(used)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: topology("ring", 5), "must be even, got 5"),
+        (lambda: topology("one-peer-exp", 6), "world_size .* must be a power of two, 2 or more, got 6"),
+        (lambda: topology("alternating-exp-ring", 12, 4), "number of nodes .* must be a power of two, .*, got 3"),
+        (lambda: topology("complete", 6, 4), "a multiple of local_world_size"),
+        (lambda: topology("torus", 4), r"one of complete, ring, one-peer-exp, alternating-exp-ring.*got 'torus'"),
+        (lambda: Edge((1, 1), 0.5), r"different numbers >= 0.*\(1, 1\)"),
+        (lambda: Edge((0, 1), 1.5), "between 0 and 1"),
+        (lambda: Topology("own", 2, ()), "steps of topology 'own' must be one or more"),
+        (lambda: Topology("own", 3, ((Edge((0, 1), 0.5),),)), "step 0, must be .*, got 'rank 2 in 0 edges'"),
+        (
+            lambda: Topology("own", 2, ((Edge((0, 1), 0.5),), (Edge((0, 1), 0.5), Edge((1,), 1.0)))),
+            "step 1, must be .*, got 'rank 1 in 2 edges'",
+        ),
+    ],
+)
+def test_what_is_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()

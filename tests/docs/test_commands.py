@@ -1,7 +1,5 @@
 """The Python that the documents show is run on two ranks; their commands are run as they are shown, on small models."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -12,7 +10,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,21 +20,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import dp_compile
-from dp_compile.testing.ranks import Ranks
 
 OPTIMIZERS = "Optimizers in the backward"
 
 
-def run_shown(code: str, batches: int = 3) -> dict[str, Any]:
-    """Run lines with a small model on data of this rank's own: what they print and leave.
-
-    A rank of the tests has its group already, and generates no code: that takes a minute.
-    """
+def run_shown(code, batches=3):
+    """Run lines with a small model on data of this rank's own, without code generation: what they print and leave."""
     torch.manual_seed(dist.get_rank())
-    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss, "WARMUP": 2}
+    names = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss, "WARMUP": 2}
     names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(batches)]
 
-    def sgd() -> torch.optim.Optimizer:
+    def sgd():
         return names.setdefault("sgd", torch.optim.SGD(names["model"].parameters(), lr=0.1))
 
     names["optimizer"] = SimpleNamespace(step=lambda: sgd().step(), zero_grad=lambda: sgd().zero_grad())
@@ -70,15 +63,15 @@ def run_shown(code: str, batches: int = 3) -> dict[str, Any]:
     }
 
 
-def test_the_start_on_a_cluster() -> None:
+def test_the_start_on_a_cluster():
     with mock.patch.object(dist, "init_process_group") as start, mock.patch.dict(os.environ, LOCAL_RANK="3"):
-        names: dict[str, Any] = {}
+        names = {}
         exec(python_of("integrations.md", "Clusters"), names)
     assert names["local_rank"] == 3
     assert start.call_args.kwargs["timeout"].total_seconds() == 1800
 
 
-def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
+def test_the_python_that_is_shown_trains(ranks2):
     quickstart = (
         "\n".join(
             python_of("quickstart.md", each)
@@ -116,15 +109,13 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     assert one["saved"] == other["saved"] != []
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
-
 ELSEWHERE = {
     "pip install": (".ci/setup", "pip install"),
     "python -m pytest -n 2": (".ci/run", "python -m pytest -n 2"),
     "python tests/mutation_campaign.py --jobs 2": (".ci/nightly", "python tests/mutation_campaign.py --jobs 2"),
     ".ci/nightly fuzzer": (".ci/nightly", "run_fuzzer"),
     ".ci/gpu --rehearse": ("tests/gpu/test_on_a_gpu.py", '"--rehearse"'),
-    "cd docs/example_suite": ("tests/testing/test_example_suite.py", '"-m", "pytest"'),
+    "cd docs/example_suite": ("tests/testing/test_testing.py", '"-m", "pytest"'),
     "python -m dp_compile.elastic": ("tests/elastic/test_training.py", "dp_compile.elastic"),
     "dp-compile train --check": ("tests/train/test_train.py", '"--check"'),
 }
@@ -152,18 +143,18 @@ Model, loader = lambda: nn.Linear(4, 3), [(torch.randn(2, 4), torch.randn(2, 3))
 """
 
 
-def commands() -> dict[Path, list[str]]:
+def commands():
     """By document, in their order."""
     texts = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
     shown = {path: [block for kind, block in blocks(text) if kind == "console"] for path, text in texts.items()}
     return {path: re.findall(r"^\$ (.*)$", "".join(each), re.MULTILINE) for path, each in shown.items() if each}
 
 
-def is_run_elsewhere(command: str) -> bool:
+def is_run_elsewhere(command):
     return any(command.startswith(each) for each in ELSEWHERE)
 
 
-def test_commands_of_the_readme_are_run_elsewhere() -> None:
+def test_commands_of_the_readme_are_run_elsewhere():
     assert all(map(is_run_elsewhere, commands()[ROOT / "README.md"]))
     for file, text in ELSEWHERE.values():
         assert text in (ROOT / file).read_text(), file
@@ -171,7 +162,7 @@ def test_commands_of_the_readme_are_run_elsewhere() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_the_other_commands_run(tmp_path: Path) -> None:
+def test_the_other_commands_run(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN + python_of("quickstart.md", "From DistributedDataParallel"))
     (tmp_path / "short.toml").write_text(SUITE)
     for path, shown in commands().items():

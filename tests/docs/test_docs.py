@@ -1,13 +1,10 @@
 """What the documents name is there: links, files, names, tests, texts of errors. What has to stay short is short."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import api
@@ -28,16 +25,13 @@ EVERYDAY = r"\b(?:behind|said|beside|nobody|of its own|told|apart|anew|whatever|
 PLACES = {"docs", "tests", ".ci", "dp_compile", *(path.name for path in PACKAGE.iterdir() if path.is_dir())}
 
 
-# --- links and files ------------------------------------------------------------------------------------------------
-
-
-def without_blocks(text: str) -> str:
+def without_blocks(text):
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The headings of a document as GitHub names them: lower case, without punctuation, numbered if met before."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     found = set()
     for heading in re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -46,7 +40,7 @@ def anchors(text: str) -> set[str]:
     return found
 
 
-def leads_nowhere(document: Path, text: str) -> Iterator[str]:
+def leads_nowhere(document, text):
     """Links that stay in the repository and have no target there."""
     found = re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset|href)=\"([^\"]+)\"", without_blocks(text))
     for link in (target for pair in found for target in pair if target and not re.match(r"https?://", target)):
@@ -56,16 +50,16 @@ def leads_nowhere(document: Path, text: str) -> Iterator[str]:
             yield link
 
 
-def named_files(text: str) -> list[str]:
+def named_files(text):
     """Names of files in code font; a star stands for any."""
     return re.findall(r"`([\w./*-]+\.(?:py|md|toml)|\.ci/\w+)(?:::\w+)?`", text)
 
 
-def is_there(name: str) -> bool:
+def is_there(name):
     return any(any(base.glob(name)) for base in (ROOT, PACKAGE))
 
 
-def test_links_files_and_functions_are_there() -> None:
+def test_links_files_and_functions_are_there():
     for path, text in TEXTS.items():
         assert list(leads_nowhere(path, text)) == [], path.name
         named = {name for name in named_files(text) if name.split("/")[0] in PLACES}
@@ -73,17 +67,7 @@ def test_links_files_and_functions_are_there() -> None:
         assert set(re.findall(r"`[^`\n]*?\bdp_compile\.(\w+)\(", text)) <= set(dp_compile.__all__), path.name
 
 
-def test_what_leads_nowhere_is_seen() -> None:
-    text = (
-        "# A `b` c's\n# A b cs\n[1](#a-b-cs) [2](#a-b-cs-1) [3](gpu.md#gpus) [4](https://x.y)\n"
-        '[5](#a) [6](gone.md) [7](gpu.md#gone) <img src="gone.svg">\n```\n[8](gone.md)\n```\n'
-    )
-    assert list(leads_nowhere(ROOT / "docs" / "gpu.md", text)) == ["#a", "gone.md", "gpu.md#gone", "gone.svg"]
-    assert not is_there("engine/gone.py")
-    assert names_that_are_gone("`plan/words.py` has `BYTES_PER_MB` and `words.gone`") == ["words.gone"]
-
-
-def test_the_readme_links_every_page_and_documents_are_short() -> None:
+def test_the_readme_links_every_page_and_documents_are_short():
     readme = TEXTS[ROOT / "README.md"]
     assert {path.name for path in TEXTS} - {"README.md"} <= set(re.findall(r"\]\(docs/(\w+\.md)[)#]", readme))
     assert len(readme.splitlines()) <= README_LINES
@@ -93,23 +77,20 @@ def test_the_readme_links_every_page_and_documents_are_short() -> None:
     assert sum(not line.startswith("|") for text in counted for line in text.splitlines()) <= DOCS_LINES
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text):
     """Those of paragraphs, items and cells."""
     text = re.sub(r"\]\([^)]*\)", "", without_blocks(text))
     parts = re.split(r"\n\n|\n(?=[-|#])| \| ", text)
     return [each for part in parts for each in re.split(r"(?<=[.:?])\s", part)]
 
 
-def test_the_documents_are_in_the_words_of_the_field() -> None:
+def test_the_documents_are_in_the_words_of_the_field():
     for path, text in TEXTS.items():
         prose = re.sub(r"`[^`\n]*`", "", without_blocks(text))
         assert re.findall(EVERYDAY, prose, re.IGNORECASE) == [], path.name
 
 
-# --- the design -----------------------------------------------------------------------------------------------------
-
-
-def names_that_are_gone(part: str) -> list[str]:
+def names_that_are_gone(part):
     """Names in code font that are in none of the files that a part of the design names."""
     sources = "".join(
         path.read_text() for name in named_files(part) for base in (PACKAGE, ROOT) for path in base.glob(name)
@@ -118,7 +99,7 @@ def names_that_are_gone(part: str) -> list[str]:
     return sorted(name for name in names if not re.search(rf"\b{name.rpartition('.')[2]}\b", sources))
 
 
-def test_the_design_names_what_is_there_and_the_way_of_one_gradient_is_short() -> None:
+def test_the_design_names_what_is_there_and_the_way_of_one_gradient_is_short():
     way = re.findall(r"^\d+\. `([^`]+)`", section("design.md", "The way of one gradient"), re.MULTILINE)
     assert 1 < len(set(way)) == len(way) <= WAY_FILES
     assert [name for name in way if not (PACKAGE / name).is_file()] == []
@@ -128,16 +109,13 @@ def test_the_design_names_what_is_there_and_the_way_of_one_gradient_is_short() -
         assert names_that_are_gone(part) == []
 
 
-def test_the_rooms_are_those_of_the_layout() -> None:
+def test_the_rooms_are_those_of_the_layout():
     rows = re.findall(r"^\| (`.*?) \|", section("design.md", "Rooms"), re.MULTILINE)
     listed = [tuple(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows]
     assert [set(rooms) for rooms in listed] == [set(rooms) for rooms in ROOMS if not rooms[0].startswith("__")]
 
 
-# --- names, options, texts ------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_names_is_that_of_today_and_explains_every_option_and_argument() -> None:
+def test_the_page_of_names_is_that_of_today_and_explains_every_option_and_argument():
     assert (ROOT / "docs" / "api.md").read_text() == api.document(), "run python docs/api.py"
     assert list(api.options()) == [field.name for field in dataclasses.fields(ReplicateConfig)]
     assert all(text.startswith("`") and ", default" in text for text in api.options().values())
@@ -148,7 +126,7 @@ def test_the_page_of_names_is_that_of_today_and_explains_every_option_and_argume
                 assert re.search(rf"^ +{each}: ", explained, re.MULTILINE), (function.__name__, each)
 
 
-def names_in(file: Path) -> set[str]:
+def names_in(file):
     """The tests of a file: `name` or `Class::name`."""
     found = set()
     for node in ast.parse(file.read_text()).body:
@@ -158,7 +136,7 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
-def test_every_line_of_the_semantics_has_tests_that_exist() -> None:
+def test_every_line_of_the_semantics_has_tests_that_exist():
     text = section("semantics.md", "Line by line")
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
     lines = [cells for cells in rows if not set("".join(cells)) <= set("-| ") and cells[0] != "line"]
@@ -172,7 +150,7 @@ def test_every_line_of_the_semantics_has_tests_that_exist() -> None:
             assert name in names_in(path), (cells[0], file, name)
 
 
-def test_the_messages_that_troubleshooting_quotes_are_texts_of_the_package() -> None:
+def test_the_messages_that_troubleshooting_quotes_are_texts_of_the_package():
     cells = re.findall(r"^\| (`[^|]*`) \|", section("troubleshooting.md", "Errors and warnings"), re.MULTILINE)
     # Texts run over lines, and names are put into them: pieces between quotes are joined, calls are left out.
     texts = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py"))))

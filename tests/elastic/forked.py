@@ -1,9 +1,4 @@
-"""The launcher and its processes, as copies of one that has compiled the model: a sequence takes a tenth of the time.
-
-It has done so alone in its group, as a process that joins does.
-"""
-
-from __future__ import annotations
+"""The launcher and its processes, as copies of one that has compiled the model alone: a tenth of the time."""
 
 import ctypes
 import faulthandler
@@ -14,12 +9,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import script
@@ -37,57 +28,56 @@ PR_SET_PDEATHSIG = 1
 class Forked:
     """What the launcher uses of `subprocess.Popen`."""
 
-    def __init__(self, function: Callable[[], int]) -> None:
-        self._code: int | None = None
+    def __init__(self, function):
+        self._code = None
         self._pid = os.fork()
         if self._pid == 0:
             _exit_with(function)
 
     @staticmethod
-    def of_command(command: list[str], env: dict[str, str]) -> Forked:
+    def of_command(command, env):
         return Forked(partial(_run, command, env))
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.wait(os.WNOHANG)
 
-    def wait(self, options: int = 0) -> int | None:
+    def wait(self, options=0):
         if self._code is None:
             pid, status = os.waitpid(self._pid, options)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
-    def kill(self) -> None:
+    def kill(self):
         os.kill(self._pid, signal.SIGKILL)
 
 
 class Launcher:
     """Launches the script again and again, with one variant of its model."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant):
         self._connection, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(variant, theirs))
         self._process.start()
 
-    def launch(self, arguments: list[str], output: Path, timeout_s: int) -> Any:
+    def launch(self, arguments, output, timeout_s):
         """The exit code of the launcher, 124 if it has not ended in time."""
         self._connection.send((_launch, (arguments, str(output), timeout_s), 1))
         (code,) = self._connection.recv()
         return code
 
-    def replay(self, ranks: int, directory: Path, generation: int, steps: int) -> list[str]:
+    def replay(self, ranks, directory, generation, steps):
         """The digests of steps of so many ranks that lose none, from what a generation began with."""
         with tempfile.TemporaryDirectory() as scratch:
             self._connection.send((_replay, (ranks, str(directory), generation, steps, scratch), ranks))
             assert self._connection.recv() == [0] * ranks
-            found: list[str] = json.loads(Path(scratch, "digests").read_text())
-            return found
+            return json.loads(Path(scratch, "digests").read_text())
 
-    def stop(self) -> None:
+    def stop(self):
         self._process.kill()
         self._process.join()
 
 
-def _serve(variant: str, connection: Connection) -> None:
+def _serve(variant, connection):
     os.environ[MONITOR_VARIABLE] = "off"  # it is a thread, which a copy would lack
     script.prepare(variant)
     while True:
@@ -96,7 +86,7 @@ def _serve(variant: str, connection: Connection) -> None:
         connection.send([each.wait() for each in started])
 
 
-def _replay(variant: str, rank: int, ranks: int, directory: str, generation: int, steps: int, scratch: str) -> int:
+def _replay(variant, rank, ranks, directory, generation, steps, scratch):
     store = dist.FileStore(f"{scratch}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     job = script.job_of(variant)
@@ -107,7 +97,7 @@ def _replay(variant: str, rank: int, ranks: int, directory: str, generation: int
     return 0
 
 
-def _launch(variant: str, number: int, arguments: list[str], output: str, timeout_s: int) -> int:
+def _launch(variant, number, arguments, output, timeout_s):
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(124))
@@ -116,12 +106,8 @@ def _launch(variant: str, number: int, arguments: list[str], output: str, timeou
         return launcher.main(arguments)
 
 
-def _served_elsewhere(address: str, _: int, *, timeout: timedelta, **options: Any) -> dist.TCPStore:
-    """A store whose server is a process that ends with this one.
-
-    A server is a thread here. A copy made while it holds a lock of torch's waits for that lock for good: 1 sequence in
-    45 did, where a process opens its store.
-    """
+def _served_elsewhere(address, _, *, timeout, **options):
+    """A store served by a process that ends with this one: copies of a thread that holds a lock would wait for good."""
     reading, writing = os.pipe()
     if os.fork() == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -132,7 +118,7 @@ def _served_elsewhere(address: str, _: int, *, timeout: timedelta, **options: An
     return dist.TCPStore(address, int(os.read(reading, 16)), is_master=False, timeout=timeout)
 
 
-def _run(command: list[str], env: dict[str, str]) -> int:
+def _run(command, env):
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.dump_traceback_later(HANGS_AFTER_S, file=sys.__stderr__)
@@ -143,7 +129,7 @@ def _run(command: list[str], env: dict[str, str]) -> int:
     return 0
 
 
-def _exit_with(function: Callable[[], int]) -> None:
+def _exit_with(function):
     """Ends a copy without what would be ended of the first process."""
     code = 1
     try:

@@ -6,8 +6,6 @@ one from then on, or a number of seconds after the block begins. The batch of a 
 rank. Rank 0 of each generation saves what it begins with.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -17,7 +15,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,33 +38,32 @@ PLACES = ("forward", "backward", "optimizer", "between")
 
 
 class Net(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(8, 16), norm, nn.Tanh(), nn.Linear(16, 4))
         self.unused = nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(x)
-        return result
+    def forward(self, x):
+        return self.layers(x)
 
 
 class Job:
     """A model with its optimizer, accumulation, unused parameters and buffers."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant):
         policy, norm = None, nn.BatchNorm1d(16)
         if variant == "mixed":  # of bfloat16 and float32 on a CPU torch has no batch norm
             policy, norm = MixedPrecisionPolicy(torch.bfloat16, torch.float32), nn.LayerNorm(16)
         self.model = dp_compile.replicate(Net(norm), find_unused_parameters=True, mp_policy=policy)
-        self.compiled: Any = torch.compile(self.model, backend="aot_eager")
+        self.compiled = torch.compile(self.model, backend="aot_eager")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if variant == "in_backward":
             in_backward(self.model, self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.states: tuple[Any, ...] = (self.model, self.optimizer, self.scheduler)
+        self.states = (self.model, self.optimizer, self.scheduler)
 
-    def train(self, steps: range, rank: int) -> list[str]:
+    def train(self, steps, rank):
         """The digests after steps in a group that loses no rank."""
         found = []
         for step in steps:
@@ -78,24 +74,23 @@ class Job:
             found.append(self.digest())
         return found
 
-    def forward(self, step: int, rank: int, micro: int) -> torch.Tensor:
+    def forward(self, step, rank, micro):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + micro))
-        loss: torch.Tensor = self.compiled(x).square().mean()
-        return loss
+        return self.compiled(x).square().mean()
 
-    def update(self) -> None:
+    def update(self):
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def digest(self) -> str:
+    def digest(self):
         tensors = [each.detach().numpy().tobytes() for each in self.model.state_dict().values()]
         return hashlib.sha1(b"".join(tensors)).hexdigest()[:12]
 
-    def save(self, directory: str, generation: int, steps: int) -> None:
+    def save(self, directory, generation, steps):
         torch.save([steps, *(each.state_dict() for each in self.states)], f"{directory}/{generation}.pt")
 
-    def load(self, directory: str, generation: int) -> int:
+    def load(self, directory, generation):
         """What a generation began with. Returns after how many steps that was."""
         steps, *states = torch.load(f"{directory}/{generation}.pt")
         for each, state in zip(self.states, states, strict=True):
@@ -103,16 +98,15 @@ class Job:
         return int(steps)
 
 
-prepared: dict[str, Job] = {}
-_ended: list[Any] = []
+prepared = {}
+_ended = []
 """Groups that may not be freed: a copy of a process lacks their threads, for whose end it would wait."""
 
 
-def prepare(variant: str) -> None:
+def prepare(variant):
     """Compile in a group of one rank, for copies of this process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
     job = prepared[variant] = Job(variant)
     before = copy.deepcopy([each.state_dict() for each in job.states])
     regroup(replica_of(job.model), dist.group.WORLD, -1)  # as of the first training
@@ -122,11 +116,10 @@ def prepare(variant: str) -> None:
     dist.destroy_process_group()
 
 
-def job_of(variant: str) -> Job:
+def job_of(variant):
     job = prepared.get(variant)
     if job is None:
         return Job(variant)
-    assert dist.group.WORLD is not None
     _ended.append(replica_of(job.model).group.process_group)
     regroup(replica_of(job.model), dist.group.WORLD, -1)
     return job
@@ -135,29 +128,29 @@ def job_of(variant: str) -> Job:
 class Fault:
     """What happens to this process, if something does."""
 
-    def __init__(self, process: str, faults: tuple[str, ...]) -> None:
+    def __init__(self, process, faults):
         found = dict(each.split("@") for each in faults).get(process, "-1:-:-")
         at, self.place, self.what = found.split(":")
         self.at, self.block = int(at), -1
 
-    def begin(self, training: elastic.Training) -> None:
+    def begin(self, training):
         self.block += 1
         if self.block != self.at:
             return
         if self.place in ("regroup", "join"):
             form = training._form
 
-            def form_struck() -> None:
+            def form_struck():
                 joins = any(each.startswith("joined") for each in training._registry.members.processes)
                 if joins or self.place == "regroup":
                     self.strike()
                 form()
 
-            training._form = form_struck  # type: ignore[method-assign]
+            training._form = form_struck
         elif self.place not in PLACES:
             threading.Timer(float(self.place), self.strike).start()
 
-    def reach(self, place: str) -> None:
+    def reach(self, place):
         if self.block != self.at or place != self.place:
             return
         if place == "backward":  # somewhere in it
@@ -165,7 +158,7 @@ class Fault:
         else:
             self.strike()
 
-    def strike(self) -> None:
+    def strike(self):
         if self.what == "raise":
             raise ValueError("a fault of this rank's own")
         if self.what == "sleep":
@@ -181,7 +174,7 @@ class Fault:
         os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
 
 
-def main(last: str, steps: int, directory: str, variant: str, *faults: str) -> None:
+def main(last, steps, directory, variant, *faults):
     started_s = time.time()
     torch.set_num_threads(1)
     elastic.init_process_group(timeout=timedelta(seconds=60))

@@ -1,11 +1,9 @@
-"""Trainings that lose ranks and gain others, in processes.
+"""Trainings that lose ranks and gain others, in processes; and ranks that meet in a store, as threads.
 
 How could it be wrong without a word? By an average over ranks that are gone, by ranks whose parameters, buffers or
 optimizers differ, by a step that some ranks have done and others have not. So each generation is compared with a
 training of as many ranks that starts from what it began with, and loses none.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -15,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,59 +30,48 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import dp_compile
 from dp_compile import elastic
+from dp_compile._torch.distributed import TCPStore
 from dp_compile.elastic import training as of_elastic
-from dp_compile.elastic.membership import Members, Registry
+from dp_compile.elastic.membership import LeftOutError, Members, Registry, TooFewRanksError
 from dp_compile.elastic.training import Step
 from dp_compile.engine.regroup import regroup
 from dp_compile.errors import CommunicationError, ConfigError
 from dp_compile.optim import in_backward
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
-Launchers = dict[str, Launcher]
 FAULTS = [f"{place}:{what}" for place in PLACES for what in ("kill", "stop", "pause")]
 FAULTS += [f"{place}:{what}" for place in PLACES if place != "backward" for what in ("raise", "sleep")]
 """In a backward a thread strikes: it can raise nothing in another one."""
 
 
 @pytest.fixture(scope="module")
-def launchers() -> Iterator[Launchers]:
+def launchers():
     """By variant, made when they are needed."""
-    found: Launchers = {}
+    found = {}
     yield found
     for each in found.values():
         each.stop()
 
 
-def arguments(
-    directory: Path, variant: str, faults: tuple[str, ...], ranks: int, restarts: int, last: str
-) -> list[str]:
+def arguments(directory, variant, faults, ranks, restarts, last):
     kill_after_s = "30" if any(each.endswith("pause") for each in faults) else "3"
     options = ["--ranks", str(ranks), "--restarts", str(restarts), "--kill-after", kill_after_s]
     return [*options, SCRIPT, last, "3", str(directory), variant, *faults]
 
 
-def blocks_of(output: str) -> list[Any]:
+def blocks_of(output):
     """What each process has noted at the end of each block, in that order."""
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def launcher_of(launchers: Launchers, variant: str) -> Launcher:
+def launcher_of(launchers, variant):
     if variant not in launchers:
         launchers[variant] = Launcher(variant)
     return launchers[variant]
 
 
-def train(
-    launchers: Launchers,
-    directory: Path,
-    *faults: str,
-    ranks: int = 3,
-    restarts: int = 0,
-    last: str,
-    variant: str = "",
-) -> list[Any]:
+def train(launchers, directory, *faults, ranks=3, restarts=0, last, variant=""):
     output = directory / "output"
     code = launcher_of(launchers, variant).launch(
         arguments(directory, variant, faults, ranks, restarts, last), output, 180
@@ -93,7 +80,7 @@ def train(
     return blocks_of(output.read_text())
 
 
-def replay(directory: str, generation: int, steps: int) -> list[str]:
+def replay(directory, generation, steps):
     """By a training that begins with as many ranks, and has been in no other group."""
     torch.set_num_threads(1)
     job, group = Job(""), dist.group.WORLD
@@ -103,11 +90,7 @@ def replay(directory: str, generation: int, steps: int) -> list[str]:
     return job.train(range(begin, begin + steps), dist.get_rank())
 
 
-Replay = Callable[[int, Path, int, int], list[str]]
-"""From the number of ranks, a directory, a generation and how many steps to the digests after them."""
-
-
-def check(blocks: list[Any], directory: Path, replayed: Replay, losses: int) -> None:
+def check(blocks, directory, replayed, losses):
     """Each step is that of as many ranks that lose none. A loss costs one step, and compiles nothing."""
     digests = dict[int, str]()
     for generation in sorted({each["generation"] for each in blocks if not each["is_joining"]}):
@@ -129,7 +112,7 @@ def check(blocks: list[Any], directory: Path, replayed: Replay, losses: int) -> 
         assert len(set(graphs[4:])) <= 1, f"process {process} compiles for another number of ranks: {graphs}"
 
 
-def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks, ranks3: Ranks) -> None:
+def test_a_rank_is_killed_and_another_joins(tmp_path, ranks2, ranks3):
     """With the launcher's own processes."""
     faults = ("1@5:backward:kill",)
     command = [sys.executable, "-m", "dp_compile.elastic", *arguments(tmp_path, "", faults, 3, 1, "0,2,joined 1")]
@@ -138,9 +121,8 @@ def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks, ranks
     blocks = blocks_of(run.stdout)
     pools = {2: ranks2, 3: ranks3}
 
-    def replayed(ranks: int, directory: Path, generation: int, steps: int) -> list[str]:
-        found: list[str] = pools[ranks].run(replay, str(directory), generation, steps)[0]
-        return found
+    def replayed(ranks, directory, generation, steps):
+        return pools[ranks].run(replay, str(directory), generation, steps)[0]
 
     check(blocks, tmp_path, replayed, losses=1)
     assert [each["ranks"] for each in blocks if each["process"] == "0"][-3:] == [3, 3, 3]
@@ -148,10 +130,10 @@ def test_a_rank_is_killed_and_another_joins(tmp_path: Path, ranks2: Ranks, ranks
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_an_error_before_the_block_is_not_lost(goes_on: bool) -> None:
+def test_an_error_before_the_block_is_not_lost(goes_on):
     """A vote that cannot be launched: the block runs, and then its step is lost, or the error is raised."""
     early = CommunicationError("a rank is gone")
-    training: Any = mock.Mock(_begin=mock.Mock(side_effect=early), _lose=mock.Mock(return_value=goes_on))
+    training = mock.Mock(_begin=mock.Mock(side_effect=early), _lose=mock.Mock(return_value=goes_on))
     with nullcontext() if goes_on else pytest.raises(CommunicationError, match="a rank is gone"), Step(training):
         pass
     training._lose.assert_called_once_with(early)
@@ -164,7 +146,7 @@ def test_an_error_before_the_block_is_not_lost(goes_on: bool) -> None:
     training._end.assert_not_called()
 
 
-def refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> str:
+def refused(model, monkeypatch):
     registry = Registry(dist.HashStore(), "0", Members.initial(2))
     monkeypatch.setattr(of_elastic, "_registry", registry)
     with pytest.raises(ConfigError) as found:
@@ -172,10 +154,10 @@ def refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(found.value)
 
 
-def test_what_cannot_lose_a_rank(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_lose_a_rank(fake_group, monkeypatch):
     for option in ("shard", "overlap_forward"):
         model = dp_compile.replicate(nn.Linear(2, 2))
-        in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), **{option: True})  # type: ignore[arg-type]
+        in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), **{option: True})
         assert "weight is sharded, or leaves updates for the next forward" in refused(model, monkeypatch)
     model = dp_compile.replicate(nn.Linear(2, 2))
     model.register_comm_hook(powerSGD_hook.PowerSGDState(fake_group), powerSGD_hook.powerSGD_hook)
@@ -185,7 +167,7 @@ def test_what_cannot_lose_a_rank(fake_group: dist.ProcessGroup, monkeypatch: pyt
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_page(tmp_path: Path, number: int) -> None:
+def test_the_page(tmp_path, number):
     script, text = tmp_path / "script.py", python_of("algorithms.md", "Elastic training")
     if number:  # what comes before it is the same
         begin = text.partition("training = ")[0]
@@ -198,7 +180,7 @@ def test_the_page(tmp_path: Path, number: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_in_every_place(launchers: Launchers, tmp_path: Path, fault: str, variant: str) -> None:
+def test_every_fault_in_every_place(launchers, tmp_path, fault, variant):
     blocks = train(launchers, tmp_path, f"0@5:{fault}", last="1,2", variant=variant)
     check(blocks, tmp_path, launchers[variant].replay, losses=1)
     (seconds,) = {each["seconds"] for each in blocks if each["process"] == "1" and each["from"] == each["to"]}
@@ -217,14 +199,14 @@ def test_every_fault_in_every_place(launchers: Launchers, tmp_path: Path, fault:
         ("0,2,3,joined 2", 2, ("1@5:backward:kill", "joined 1@0:regroup:kill")),
     ],
 )
-def test_two_losses(launchers: Launchers, tmp_path: Path, last: str, restarts: int, faults: tuple[str, ...]) -> None:
+def test_two_losses(launchers, tmp_path, last, restarts, faults):
     """At once, one while the others regroup, and one while a process joins, of a member or of that process."""
     blocks = train(launchers, tmp_path, *faults, ranks=4, restarts=restarts, last=last)
     check(blocks, tmp_path, launchers[""].replay, losses=2)
 
 
 @pytest.mark.nightly
-def test_the_launcher_is_killed(launchers: Launchers, tmp_path: Path) -> None:
+def test_the_launcher_is_killed(launchers, tmp_path):
     """And the store with it: each rank raises an error that says so."""
     launcher = launcher_of(launchers, "")
     given = arguments(tmp_path, "", ("0@5:between:launcher",), 3, 0, "nobody")
@@ -237,7 +219,7 @@ def test_the_launcher_is_killed(launchers: Launchers, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DP_COMPILE_ELASTIC_SEQUENCES", "10"))))
-def test_random_sequences(launchers: Launchers, tmp_path: Path, seed: int) -> None:
+def test_random_sequences(launchers, tmp_path, seed):
     """Kills, stops and joins, of processes that have joined too, and at any time."""
     drawn = random.Random(seed)
     ranks, restarts = drawn.choice([2, 3, 4]), drawn.randint(0, 3)
@@ -258,3 +240,113 @@ def test_random_sequences(launchers: Launchers, tmp_path: Path, seed: int) -> No
     print(f"{ranks} ranks, {restarts} restarts, {variant or 'plain'}, {faults}, in the end {last}")
     blocks = train(launchers, tmp_path, *faults, ranks=ranks, restarts=restarts, last=last, variant=variant)
     check(blocks, tmp_path, launchers[variant].replay, losses=len(faults))
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+FIRST = Members(0, ("0", "1", "2"))
+
+
+def registry_of(store, process):
+    Registry(store, process, Members.initial(3))
+    registry = Registry(store, process, FIRST)
+    registry._ask("compare_set", "members", Members.initial(3).to_json(), FIRST.to_json())
+    return registry
+
+
+def met(store, *processes, min_ranks=1, wait_s=0.0):
+    """What these processes of a first generation agree on, all at once."""
+
+    def meet(process):
+        registry = registry_of(store, process)
+        registry.meet(grace_s=0.5, min_ranks=min_ranks, wait_s=wait_s)
+        return registry.members
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(meet, processes))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_is_left_keeps_the_order(store, is_known):
+    if is_known:
+        registry_of(store, "1").leave()
+    assert set(met(store, "2", "0")) == {Members(1, ("0", "2"))}
+    assert registry_of(store, "launcher").is_dead("1")
+
+
+def test_the_first_one_is_suspended_while_it_decides(store):
+    """The others meet again without it; what it decides later counts for nothing, and marks no one as left out."""
+    zombie, ask = registry_of(store, "0"), Registry._ask
+    once = []
+
+    def suspended(registry, operation, *arguments):
+        if registry is zombie and operation == "compare_set" and not once:
+            once.append(set())
+            once[0] |= set(met(store, "1", "2"))
+        return ask(registry, operation, *arguments)
+
+    with mock.patch.object(Registry, "_ask", suspended), pytest.raises(LeftOutError):
+        zombie.meet(grace_s=0.0, min_ranks=1, wait_s=0.0)
+    assert once == [{Members(1, ("1", "2"))}]
+    assert [zombie.is_dead(each) for each in "012"] == [True, False, False]
+
+
+def test_the_first_one_dies_while_it_decides(store):
+    dead = registry_of(store, "0")
+    dead._ask("append", "0/arrivals/1", "0\n")
+    dead.leave()
+    assert set(met(store, "1", "2")) == {Members(1, ("1", "2"))}
+
+
+def test_one_that_has_come_dies(store):
+    dead = registry_of(store, "1")
+    dead._ask("append", "0/arrivals/1", "2\n1\n")
+    dead.leave()
+    registry_of(store, "2")._decide("0/arrivals/1", 0.2, 1, 0.0)
+    assert dead.current().processes == ("2",)
+
+
+def test_one_comes_too_late(store):
+    met(store, "0", "1")
+    with pytest.raises(LeftOutError, match=r"process 2 was excluded: it reached the rendezvous more than 0\.5 s"):
+        met(store, "2")
+
+
+def test_too_few_are_left(store):
+    with pytest.raises(TooFewRanksError, match="remaining ranks: 1, min_ranks: 2"):
+        met(store, "1", min_ranks=2)
+
+
+def test_processes_that_join_come_last_and_dead_ones_do_not(store):
+    alive, dead = (Registry(store, each, Members(0, (each,))) for each in ("new", "old"))
+    dead._ask("append", "joins", "old\n")
+    dead.leave()
+    member = registry_of(store, "0")
+    assert member.wants_to_join()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(alive.join)
+        registry_of(store, "2").leave()
+        expected = Members(1, ("0", "1", "new"), 2)
+        assert set(met(store, "1", "0", min_ranks=3, wait_s=5.0)) == {expected}
+        joined.result()
+    assert alive.members == expected
+    assert not alive.wants_to_join()
+
+
+def test_the_training_has_ended(store):
+    registry = Registry(store, "new", Members(0, ("new",)))
+    registry_of(store, "launcher").end()
+    with pytest.raises(CommunicationError, match="process new cannot join: the training has ended"):
+        registry.join()
+
+
+def test_the_store_is_gone():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    registry = Registry(client, "0", Members.initial(3))
+    del server
+    with pytest.raises(CommunicationError, match="process 0: the launcher's key-value store does not answer"):
+        registry.meet(grace_s=0.5, min_ranks=1, wait_s=0.0)

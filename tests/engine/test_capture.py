@@ -1,56 +1,52 @@
-"""Which backwards are captured, what is in the captured graph, and what stays untouched. One process, fake group.
-
-On the fake group an all-reduce returns its input, so a gradient is the local one divided by the world size of two.
-"""
-
-from __future__ import annotations
+"""Which backwards are captured, what is in the graph, its dumps, the way of one gradient. One process, fake group."""
 
 import gc
+import logging
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity import AOT, Block, Twin, compile_whole, expect_half
 from torch import fx, nn
 from torch._dynamo import compiled_autograd, convert_frame
+from torch._inductor.utils import fresh_cache
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
 from dp_compile._torch import autograd, compiler, dynamo
+from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
 from dp_compile.engine import compile as compilation
+from dp_compile.engine import dumps
+from dp_compile.errors import InvalidGraphError
+from dp_compile.passes.result import PassResult
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 
-def mlp(width: int = 8, layers: int = 2) -> nn.Sequential:
+def mlp(width=8, layers=2):
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())))
 
 
-def batch(seed: int = 1, width: int = 8) -> torch.Tensor:
+def batch(seed=1, width=8):
     return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    """Dynamo counts recompilations by code object, and all models here share `nn.Sequential`'s."""
-    torch._dynamo.reset()
-
-
-# --- what is captured -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by_dynamo", [False, True])
-def test_exactly_one_more_capture_when_gradients_are_kept(by_dynamo: bool) -> None:
+def test_exactly_one_more_capture_when_gradients_are_kept(by_dynamo):
     """A gradient that is kept is the same tensor."""
     twin = Twin(mlp(width=10))
     if by_dynamo:
@@ -73,19 +69,19 @@ def test_exactly_one_more_capture_when_gradients_are_kept(by_dynamo: bool) -> No
 class Broken(nn.Module):
     """A forward with a graph break in its middle."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x).relu()
         torch._dynamo.graph_break()
         return self.second(x)
 
 
 @pytest.mark.parametrize("what", ["all, with a graph break", "all, in place", "a part", "nothing"])
-def test_what_is_compiled_of_a_forward(what: str) -> None:
+def test_what_is_compiled_of_a_forward(what):
     """One graph with all reductions."""
     build = {"all, with a graph break": Broken, "all, in place": Block}.get(
         what, lambda: nn.Sequential(Block(), Block())
@@ -102,10 +98,7 @@ def test_what_is_compiled_of_a_forward(what: str) -> None:
     assert twin.report.backwards == {"captured": 1}
 
 
-# --- what is left alone -----------------------------------------------------------------------------------------
-
-
-def test_gradients_that_are_not_accumulated_and_other_models() -> None:
+def test_gradients_that_are_not_accumulated_and_other_models():
     twin, before = Twin(mlp()), compiler.captures()
     ours = torch.autograd.grad(twin.run(batch()).square().sum(), list(twin.model.parameters()))
     theirs = torch.autograd.grad(twin.plain(batch()).square().sum(), list(twin.plain.parameters()))
@@ -125,7 +118,7 @@ def test_gradients_that_are_not_accumulated_and_other_models() -> None:
         (dp_compile.compiled_backward, "create_graph=True"),
     ],
 )
-def test_obstacles_take_the_eager_way(obstacle: Callable[[], Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_obstacles_take_the_eager_way(obstacle, said, caplog):
     """Each is logged once."""
     twin, with_graph = Twin(mlp()), said == "create_graph=True"
     for number in range(3):
@@ -146,24 +139,24 @@ def test_obstacles_take_the_eager_way(obstacle: Callable[[], Any], said: str, ca
 
 
 class Pass(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="torch 2.11 refuses to run compiled code while another thread traces"
 )
-def test_backwards_in_other_threads() -> None:
+def test_backwards_in_other_threads():
     """A second capture at the same time takes the eager way; unrelated backwards stay plain. All are right."""
     twins = [Twin(mlp(width=width)) for width in (8, 9, 10)]
     plain, reference = mlp(width=5), mlp(width=5)
     reference(batch(1, 5)).sum().backward()
 
-    def replicated(twin: Twin, width: int) -> None:
+    def replicated(twin, width):
         for seed in range(6):
             twin.step(batch(seed, width))
 
-    def unrelated() -> None:
+    def unrelated():
         for _ in range(60):
             plain.zero_grad()
             plain(batch(1, 5)).sum().backward()
@@ -178,11 +171,11 @@ def test_backwards_in_other_threads() -> None:
         assert sum(twin.report.backwards.values()) == 6
 
 
-def test_a_reduction_that_the_captured_graph_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduction_that_the_captured_graph_lacks(monkeypatch):
     """No known way makes Dynamo lose one; what it traced is counted all the same."""
     found_in = compilation.reductions_in
 
-    def one_less(graph: torch.fx.Graph) -> Any:
+    def one_less(graph):
         return found_in(graph) - Counter({(0, 1): 1})
 
     monkeypatch.setattr(compilation, "reductions_in", one_less)
@@ -191,11 +184,8 @@ def test_a_reduction_that_the_captured_graph_lacks(monkeypatch: pytest.MonkeyPat
         torch.compile(model, backend="aot_eager")(batch()).sum().backward()
 
 
-# --- the guard --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_hook_that_was_removed(checked: bool) -> None:
+def test_a_hook_that_was_removed(checked):
     """It is named, unless the check is off."""
     twin = Twin(mlp(), check_reductions=checked)
     twin.model[2].weight._post_accumulate_grad_hooks.clear()
@@ -204,7 +194,7 @@ def test_a_hook_that_was_removed(checked: bool) -> None:
         loss.backward()
 
 
-def test_settings_of_dynamo_that_are_refused() -> None:
+def test_settings_of_dynamo_that_are_refused():
     for setting in ({"trace_autograd_ops": True}, {"optimize_ddp": "python_reducer"}):
         with (
             torch._dynamo.config.patch(**setting),
@@ -213,7 +203,7 @@ def test_settings_of_dynamo_that_are_refused() -> None:
             dp_compile.replicate(mlp(), config=AOT)
     twin = Twin(mlp())
 
-    def train_step(x: torch.Tensor) -> torch.Tensor:
+    def train_step(x):
         loss = twin.model(x).square().sum()
         loss.backward()
         return loss
@@ -222,15 +212,12 @@ def test_settings_of_dynamo_that_are_refused() -> None:
         torch.compile(train_step, backend="aot_eager", fullgraph=True)(batch())
 
 
-# --- state afterwards --------------------------------------------------------------------------------------------
-
-
-def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settings() -> dict[str, Any]:
+def test_torch_settings_are_untouched(monkeypatch):
+    def settings():
         configs = (torch._dynamo.config, torch._inductor.config, torch._functorch.config)
         return {config.__name__: config.save_config_portable() for config in configs}
 
-    def switches() -> tuple[bool, bool, Any]:
+    def switches():
         compiler, dynamic = torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)
         torch._C._dynamo.compiled_autograd.set_autograd_compiler(compiler, dynamic)
         return compiled_autograd.compiled_autograd_enabled, torch._C._is_multithreading_enabled(), compiler
@@ -242,7 +229,7 @@ def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings(), switches()) == before
     loss = first.run(batch()).square().sum()
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compilation.CompiledBackward, "__call__", fail)
@@ -251,7 +238,7 @@ def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert switches() == before[1]
 
 
-def test_unreplicate_takes_everything_off() -> None:
+def test_unreplicate_takes_everything_off():
     gc.collect()
     mlp()(batch()).sum().backward()  # the last replicas of other tests are gone, and with this the wrapper is too
     assert not autograd.engine_is_watched()
@@ -270,16 +257,16 @@ def test_unreplicate_takes_everything_off() -> None:
 class TwoOutputs(nn.Module):
     """The second one needs no gradient: compiled code is given zeros for it, of this batch's size."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 6)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         out = self.first(x)
         return self.second(out), out.sin()
 
 
-def test_a_graph_that_may_be_of_one_size_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_may_be_of_one_size_is_not_captured(monkeypatch):
     monkeypatch.setattr(dynamo, "_is_computed", lambda node: node.target is torch.ops.aten.zeros.default)
     twin = Twin(TwoOutputs())
     for rows in (4, 6):
@@ -287,7 +274,7 @@ def test_a_graph_that_may_be_of_one_size_is_not_captured(monkeypatch: pytest.Mon
     assert twin.report.backwards == {"eager hooks": 2}
 
 
-def test_what_a_capture_computes_is_seen() -> None:
+def test_what_a_capture_computes_is_seen():
     graph = fx.Graph()
     x = graph.placeholder("x")
     new_zeros, zeros, detach = torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.detach
@@ -304,11 +291,11 @@ def test_what_a_capture_computes_is_seen() -> None:
     assert not any(map(dynamo._is_computed, [*others, graph.call_function(detach.default, (x,))]))
 
 
-def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traced_backward_goes_with_its_compilation(monkeypatch):
     """AOTAutograd keeps the module, in code that runs in each later backward too."""
-    traced: list[fx.GraphModule] = []
+    traced = []
 
-    def noted(self: compilation.CompiledBackward, graph_module: fx.GraphModule, inputs: Any) -> Any:
+    def noted(self, graph_module, inputs):
         traced.append(graph_module)
         return compile_graph(self, graph_module, inputs)
 
@@ -322,12 +309,12 @@ def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def frames(monkeypatch: pytest.MonkeyPatch) -> list[CodeType]:
+def frames(monkeypatch):
     """What Dynamo compiles of this package: frames that it meets outside of a graph."""
-    found: list[CodeType] = []
+    found = []
     compile_frame = convert_frame._compile
 
-    def noted(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+    def noted(code, *args, **kwargs):
         if Path(dp_compile.__file__).parent in Path(code.co_filename).parents:
             found.append(code)
         return compile_frame(code, *args, **kwargs)
@@ -336,7 +323,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[CodeType]:
     return found
 
 
-def test_dynamo_compiles_no_frames_of_ours(frames: list[CodeType]) -> None:
+def test_dynamo_compiles_no_frames_of_ours(frames):
     """The check before a forward runs outside of what is compiled; a backward breaks the graph of a train step."""
     twin, x = Twin(mlp()), batch()
     twin.model.compile(backend="aot_eager")
@@ -348,7 +335,7 @@ def test_dynamo_compiles_no_frames_of_ours(frames: list[CodeType]) -> None:
     dp_compile.unreplicate(twin.model)  # it holds itself, and other tests count what is replicated
 
 
-def test_casts_are_no_frames_of_their_own(frames: list[CodeType]) -> None:
+def test_casts_are_no_frames_of_their_own(frames):
     """A forward that breaks runs as Python, what puts casts into their places with it."""
     model = Broken()
     dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -356,3 +343,171 @@ def test_casts_are_no_frames_of_their_own(frames: list[CodeType]) -> None:
     assert frames
     assert not {"_begin", "_end"}.intersection(each.co_name for each in frames)
     dp_compile.unreplicate(model)  # it holds itself, and other tests count what is replicated
+
+
+TRAINING = Path(__file__).parents[1] / "traced_run.py"
+STAGES = ["captured", "analysed", "bucket-reductions", "schedule-collectives", "to-inductor", "code"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_given_up(monkeypatch):
+    monkeypatch.setattr(dumps, "_given_up", set())
+
+
+def train(directory, backend="aot_eager", **options):
+    """One step of a small model; replicated."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    dp_compile.replicate(model, config=ReplicateConfig(backend=backend, bucket_cap_mb=0.0003), **options)
+    environment = {} if directory is None else {DUMP_VARIABLE: str(directory)}
+    with mock.patch.dict(os.environ, environment):
+        torch.compile(model, backend="aot_eager")(torch.ones(3, 8)).square().sum().backward()
+    return model
+
+
+def only_capture(directory):
+    (capture,) = (path.parent for path in directory.rglob("plan.txt"))
+    return capture
+
+
+def short(path):
+    return path.read_text().partition("\n# As torch prints it\n")[0]
+
+
+def test_the_files_of_a_backward(tmp_path):
+    model = train(tmp_path)
+    capture = only_capture(tmp_path)
+    assert capture == tmp_path / "rank0" / "capture0"
+    stages = [f"{number}-{stage}.txt" for number, stage in enumerate(STAGES)]
+    assert sorted(path.name for path in capture.iterdir()) == sorted([*stages, "plan.txt"])
+    assert (capture / "plan.txt").read_text() == f"{dp_compile.report(model).plan}\n"
+    _, _, whole = (capture / "1-analysed.txt").read_text().partition("# As torch prints it\n")
+    assert "torch.ops.dp_compile.reduce_grad" in whole
+    assert "all_reduce" in (capture / "5-code.txt").read_text()
+
+
+def test_a_second_run_is_dumped_as_the_first(tmp_path):
+    """The compiler has all of it in its caches and makes it again; afterwards it uses them as before."""
+    settings = torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
+    with fresh_cache():
+        for directory in (None, tmp_path / "0", tmp_path / "1", None):
+            model = train(directory, "inductor")
+    for number in range(2):
+        capture = only_capture(tmp_path / str(number))
+        assert [path.stem.partition("-")[2] for path in sorted(capture.glob("[0-9]*.txt"))] == STAGES
+        assert short(capture / "3-schedule-collectives.txt").count("all_reduce(") == 2
+        assert short(capture / "4-to-inductor.txt").count("all_reduce_(") == 2  # Inductor's own last change
+        assert not (capture / "notes.txt").exists()
+        code = (capture / "5-code.txt").read_text()
+        assert "async_compile" in code
+        assert code.count("all_reduce_.default(") == 2
+    assert (torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache) == settings
+    (record,) = dp_compile.report(model).captures
+    assert record.collectives == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING, "dp_compile"):
+        models = [train(directory) for directory in (tmp_path / "file", tmp_path / "file", None)]
+    (record,) = caplog.records
+    assert record.name == "dp_compile.dumps"
+    assert "Training goes on" in record.getMessage()
+    assert not dumps.are_wanted()
+    for first, second, plain in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(first.grad, plain.grad)
+        assert torch.equal(second.grad, plain.grad)
+
+
+@dataclass(frozen=True)
+class Breaks:
+    """A pass that leaves a graph that is refused."""
+
+    name: ClassVar[str] = "breaks"
+
+    def __call__(self, graph, plans):
+        last = graph.output_node()
+        last.args = (tuple(last.args[0])[:1],)
+        return PassResult()
+
+
+def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path):
+    with mock.patch.object(compilation, "DEFAULT_PASSES", (Breaks(),)), pytest.raises(InvalidGraphError):
+        train(tmp_path)
+    capture = only_capture(tmp_path)
+    assert sorted(path.stem for path in capture.glob("[0-9]*.txt")) == ["0-captured", "1-analysed", "2-breaks"]
+    assert "return 1 tensor" in (capture / "2-breaks.txt").read_text()
+    assert "InvalidGraphError" in (capture / "notes.txt").read_text()
+
+
+def test_tlparse_shows_the_stages_under_our_names(tmp_path):
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path / "trace")}
+    subprocess.run([sys.executable, str(TRAINING)], env=environment, check=True, capture_output=True)
+    (log,) = (tmp_path / "trace").iterdir()
+    tlparse = Path(sys.executable).parent / "tlparse"
+    command = [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser"]
+    subprocess.run(command, check=True, capture_output=True)
+    index = (tmp_path / "out" / "index.html").read_text()
+    for number, stage in enumerate(STAGES):
+        assert f"dp_compile-{number}-{stage}" in index
+    (shown,) = (tmp_path / "out").rglob("dp_compile-3-schedule-collectives*")
+    assert ">> launch 0 = all_reduce(bucket 0, sum, 0)" in shown.read_text()
+
+
+ROOT = Path(dp_compile.__file__).parent
+TOOLS = ("_torch", "fx")
+"""Rooms of tools: they know neither gradients nor buckets."""
+WAY = (
+    ("replication/replicate.py",),
+    ("engine/hooks.py",),
+    ("engine/backward.py",),
+    ("engine/capture.py",),
+    ("engine/graph.py",),
+    ("engine/compile.py", "passes/pipeline.py"),
+    ("passes/bucketing.py", "passes/reduction.py"),
+    ("passes/overlap.py", "passes/lowering.py"),
+)
+TOUCHES = [
+    (torch.Tensor, "register_post_accumulate_grad_hook"),
+    (fx.Graph, "create_node"),
+    *((fx.Node, name) for name in ("prepend", "append", "replace_all_uses_with")),
+    *((dist, name) for name in ("all_reduce", "reduce_scatter_tensor")),
+]
+"""What can be done to a gradient: mark it, change its nodes, reduce it."""
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """The files on the stack whenever something is done to a gradient, the first to be entered first."""
+    files = []
+
+    def noting(call):
+        def called(*args, **kwargs):
+            frame, stack = sys._getframe(1), list[str]()
+            while frame is not None:
+                stack.append(frame.f_code.co_filename)
+                frame = frame.f_back
+            ours = (Path(each).relative_to(ROOT) for each in reversed(stack) if Path(each).is_relative_to(ROOT))
+            files.extend(each.as_posix() for each in ours if each.parts[0] not in TOOLS)
+            return call(*args, **kwargs)
+
+        return called
+
+    for owner, name in TOUCHES:
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    return files
+
+
+@pytest.mark.parametrize("way", ["captured", "eager"])
+def test_a_gradient_passes_the_files_of_the_design(fake_group, entered, way):
+    model = dp_compile.replicate(nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), nn.Linear(11, 3, bias=False)))
+    compiled = torch.compile(model) if way == "captured" else model
+    with fresh_cache():  # passes run, and are not found done
+        compiled(torch.randn(4, 7)).sum().backward()
+    files = list(dict.fromkeys(entered))
+    stations = [next((n for n, station in enumerate(WAY) if file in station), file) for file in files]
+    if way == "captured":
+        assert list(dict.fromkeys(stations)) == [0, 1, 2, 3, 5, 4, 6, 7], files  # the compiler asks for the graph
+    else:
+        assert set(stations) <= {0, 1, 2, 6}, files

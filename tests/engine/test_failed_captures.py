@@ -1,20 +1,12 @@
-"""A capture that fails costs a warning, never a step; and compilations are bounded by use.
-
-On the fake group an all-reduce returns its input, so a gradient is the local one divided by the world size of two.
-"""
-
-from __future__ import annotations
+"""A capture that fails costs a warning, never a step; and compilations are bounded by use."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from parity import AOT, Block, Twin, expect_half
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -24,24 +16,24 @@ from dp_compile._torch import compiler, dynamo
 from dp_compile.engine import backward, capture, window
 from dp_compile.engine import compile as compilation
 
+pytestmark = pytest.mark.usefixtures("fake_group")
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Small(Twin):
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         super().__init__(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
 
-    def step(self, loss: Loss = torch.sum) -> None:  # type: ignore[override]
+    def step(self, loss=torch.sum):
         super().step(X, loss=loss)
 
     @property
-    def backwards(self) -> dict[str, int]:
+    def backwards(self):
         return dict(self.report.backwards)
 
 
-def expect_clean() -> None:
+def expect_clean():
     """Nothing of a capture is left in the process."""
     assert not compiled_autograd.in_compiled_autograd_region
     assert not window._turn.locked()
@@ -52,27 +44,21 @@ def expect_clean() -> None:
     assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
 
 
-@pytest.fixture(autouse=True)
-def _fresh(fake_group: dist.ProcessGroup) -> None:
-    torch._dynamo.reset()
-
-
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog):
     return [each.message for each in caplog.records if each.name.startswith("dp_compile")]
 
 
-def nested(y: torch.Tensor) -> torch.Tensor:
+def nested(y):
     both = torch.nested.as_nested_tensor([y[:1], y[1:]], layout=torch.jagged)
-    result: torch.Tensor = (both * 2).values().square().sum()
-    return result
+    return (both * 2).values().square().sum()
 
 
-def checked(y: torch.Tensor) -> torch.Tensor:
+def checked(y):
     y.register_hook(lambda grad: torch._dynamo.graph_break())
     return y.square().sum()
 
 
-LOSSES: dict[str, tuple[Loss, str]] = {
+LOSSES = {
     "a product with a CSR matrix": (lambda y: (torch.eye(len(y)).to_sparse_csr() @ y).square().sum(), "IndexError"),
     "a nested tensor": (nested, "NestedTensor"),
     "a hook that breaks the graph": (checked, "graph_break"),
@@ -81,7 +67,7 @@ LOSSES: dict[str, tuple[Loss, str]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_capture_cannot_take(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_capture_cannot_take(name, caplog):
     (loss, why), twin = LOSSES[name], Small()
     twin.step(loss)
     expect_clean()
@@ -123,15 +109,15 @@ STAGES = {
         ("binding", dp_compile.ReductionError),
     ],
 )
-def test_an_exception_in_each_stage(stage: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_each_stage(stage, error, monkeypatch):
     """Of any class: the step is trained. The user's own interrupt and this package's named errors come through."""
     twin = Small()
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(*_, **__):
         raise error("planted")
 
     raised = error is not Planted
-    comes: AbstractContextManager[Any] = pytest.raises(error, match="planted") if raised else nullcontext()
+    comes = pytest.raises(error, match="planted") if raised else nullcontext()
     with monkeypatch.context() as planted:
         planted.setattr(*STAGES[stage], fail)
         with comes:
@@ -144,11 +130,11 @@ def test_an_exception_in_each_stage(stage: str, error: type[BaseException], monk
     assert other.backwards == {"captured": 1}
 
 
-def test_an_error_that_passes_python_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_passes_python_by(monkeypatch):
     """An exception of C++ that no binding catches leaves the frames above without running their `finally`."""
     twin = Small()
 
-    def run(*_: Any) -> Any:
+    def run(*_):
         compiled_autograd.in_compiled_autograd_region = True
         raise Planted
 
@@ -164,16 +150,16 @@ def test_an_error_that_passes_python_by(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_an_error_of_the_user_comes_as_it_is(first: bool) -> None:
+def test_an_error_of_the_user_comes_as_it_is(first):
     """Where what was saved is unpacked; in hooks and operators: `test_exceptions.py`."""
     blown = False
 
-    def unpack(x: torch.Tensor) -> torch.Tensor:
+    def unpack(x):
         if blown:
             raise ValueError("blown")
         return x
 
-    def loss(y: torch.Tensor) -> torch.Tensor:
+    def loss(y):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
             return y.exp().square().sum()
 
@@ -191,26 +177,21 @@ def test_an_error_of_the_user_comes_as_it_is(first: bool) -> None:
     assert twin.backwards["captured"] >= 1
 
 
-# --- structures -------------------------------------------------------------------------------------------------
-
-
 class Deep(nn.Module):
     """A compiled block, called as often as asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = Block()
 
-    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+    def forward(self, x, times):
         for _ in range(times):
             x = x + self.layers(x)
         return x
 
 
-def test_a_structure_that_changes_is_compiled_a_few_times(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_structure_that_changes_is_compiled_a_few_times(caplog, monkeypatch):
     """And one that comes again and again is compiled then."""
     monkeypatch.setattr(backward, "COMES_AGAIN", 3)
     plain, model, ways = Deep(), dp_compile.replicate(Deep(), config=AOT), []
@@ -228,9 +209,6 @@ def test_a_structure_that_changes_is_compiled_a_few_times(
     assert sum("its autograd graph varies" in each for each in messages(caplog)) == 1
 
 
-# --- the log ------------------------------------------------------------------------------------------------------
-
-
 CODE = """
 import logging, dp_compile, torch  # whichever comes first
 logging.getLogger("dp_compile.plan_sync").info("a plan")
@@ -242,7 +220,7 @@ logging.getLogger("dp_compile.compilation").debug("a graph")
 @pytest.mark.parametrize(
     ("setting", "shown"), [("", ["a fallback"]), ("+dp_compile", ["a plan", "a fallback", "a graph"])]
 )
-def test_torchs_switch_shows_our_log(setting: str, shown: list[str]) -> None:
+def test_torchs_switch_shows_our_log(setting, shown):
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     environment |= {"TORCH_LOGS": setting} if setting else {}  # torch does not take an empty one
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)

@@ -1,67 +1,60 @@
-"""Guards: a module that changed, parameters that differ between ranks; and what is left alone."""
-
-from __future__ import annotations
+"""A module that changed, parameters that differ between ranks or are left out, gradients that are not finite."""
 
 import gc
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import compile_whole, not_compiled, same_on_all_ranks
+from parity import AOT, batch, compile_whole, mlp, not_compiled, same_on_all_ranks
 from torch import nn
 
 import dp_compile
 from dp_compile.config import CHECK_VARIABLE
 from dp_compile.engine import guards
 from dp_compile.engine.guards import fingerprints
-from dp_compile.testing.ranks import Ranks
-
-# --- a module that changes ----------------------------------------------------------------------------------------
+from dp_compile.errors import ReductionError
 
 
 @pytest.fixture(autouse=True)
-def no_replicas_of_other_tests() -> None:
+def no_replicas_of_other_tests():
     """They look at each backward of the process until they are collected."""
-    torch._dynamo.reset()
     gc.collect()
     guards._checked.clear()
 
 
-AOT = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.first.bias.requires_grad_(False)
-        self.adapter: nn.Module = nn.Identity()
+        self.adapter = nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.first(x.to(self.first.weight)).to(self.last.weight))
+    def forward(self, x):
+        result = self.last(self.first(x.to(self.first.weight)).to(self.last.weight))
         return result + self.adapter(x).to(result)
 
 
-def replaced(model: Net) -> None:
+def replaced(model):
     model.last.weight = nn.Parameter(torch.ones(4, 4))
 
 
-def adapted(model: Net) -> None:
+def adapted(model):
     model.adapter = nn.Linear(4, 4, bias=False)
 
 
-def silently_adapted(model: Net) -> None:
+def silently_adapted(model):
     """Past `Module.__setattr__`, as some libraries do."""
     model._modules["adapter"] = nn.Linear(4, 4, bias=False)
 
 
-def adapted_and_trained_later(model: Net) -> None:
+def adapted_and_trained_later(model):
     """What was added frozen is left alone until it is trained."""
     model.adapter = nn.Linear(4, 4, bias=False).requires_grad_(False)
     uncompiled(model)
@@ -69,19 +62,19 @@ def adapted_and_trained_later(model: Net) -> None:
     model.adapter.requires_grad_(True)
 
 
-def unfrozen(model: Net) -> None:
+def unfrozen(model):
     model.first.bias.requires_grad_(True)
 
 
-def wider(model: Net) -> None:
+def wider(model):
     model.first.double()
 
 
-def loaded(model: Net) -> None:
+def loaded(model):
     model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
 
 
-CHANGES: dict[Callable[[Net], None], str] = {
+CHANGES = {
     replaced: r"not reduced: last\.weight\. The parameter was replaced",
     adapted: r"not reduced: adapter\.weight\. The parameter was added",
     silently_adapted: r"not reduced: adapter\.weight\. The parameter was added",
@@ -93,12 +86,12 @@ CHANGES: dict[Callable[[Net], None], str] = {
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def walks(monkeypatch):
     """Grows with each walk through a module."""
-    seen: list[str] = []
+    seen = []
     walk = guards._without_hook
 
-    def counted(replica: Any) -> Any:
+    def counted(replica):
         seen.append(replica.names[0])
         return walk(replica)
 
@@ -112,26 +105,23 @@ GUARDED = pytest.mark.skipif(
 )
 
 
-def eagerly(model: nn.Module) -> Any:
+def eagerly(model):
     with torch.autograd.set_detect_anomaly(True, check_nan=False):  # whose backward is not captured
         return compile_whole(model)(torch.ones(2, 4)).sum().backward()
 
 
-def captured(model: nn.Module) -> Any:
+def captured(model):
     return compile_whole(model)(torch.ones(2, 4)).sum().backward()
 
 
-def uncompiled(model: nn.Module) -> Any:
+def uncompiled(model):
     return model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("change", [pytest.param(each, marks=GUARDED if each is wider else ()) for each in CHANGES])
 @pytest.mark.parametrize("step", [pytest.param(captured, marks=GUARDED), eagerly, uncompiled])
-def test_a_change_between_two_backwards(
-    fake_group: dist.ProcessGroup, walks: list[str], change: Callable[[Net], None], step: Callable[[nn.Module], Any]
-) -> None:
-    torch._dynamo.reset()
-    model = dp_compile.replicate(Net(), config=AOT)
+def test_a_change_between_two_backwards(fake_group, walks, change, step):
+    model = dp_compile.replicate(Net(), config=CONFIG)
     for _ in range(4):
         step(model)
     assert len(walks) == 1 or step is captured
@@ -143,10 +133,9 @@ def test_a_change_between_two_backwards(
 
 
 @pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
-def test_another_dtype_for_a_while(fake_group: dist.ProcessGroup, compile_model: Callable[[nn.Module], Any]) -> None:
+def test_another_dtype_for_a_while(fake_group, compile_model):
     """torch's DDP loses all parameters without a word."""
-    torch._dynamo.reset()
-    model, found = dp_compile.replicate(Net(), config=AOT), []
+    model, found = dp_compile.replicate(Net(), config=CONFIG), []
     run = compile_model(model)
     for _ in range(2):
         model.zero_grad()
@@ -158,14 +147,11 @@ def test_another_dtype_for_a_while(fake_group: dist.ProcessGroup, compile_model:
     assert sum(dp_compile.report(model).backwards.values()) == 2
 
 
-# --- sums over bits -------------------------------------------------------------------------------------------------
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
+def fingerprint(tensor):
     return int(fingerprints([tensor])[0])
 
 
-def test_any_layout_has_bits() -> None:
+def test_any_layout_has_bits():
     """Channels last, a view at an odd offset, gaps, none at all, a payload of NaN."""
     images = torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last)
     flat = torch.randn(11)
@@ -183,33 +169,29 @@ def test_any_layout_has_bits() -> None:
         assert fingerprint(changed) != fingerprint(tensor)
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------------
-
-
 class Rows(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rows = nn.Embedding(6, 4, max_norm=0.5)
         self.body = nn.Linear(4, 4)
         self.head = nn.Linear(4, 2)
 
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(torch.tanh(self.body(self.rows(indices))))
-        return result
+    def forward(self, indices):
+        return self.head(torch.tanh(self.body(self.rows(indices))))
 
 
-def load_alone(model: Rows) -> None:
+def load_alone(model):
     if dist.get_rank() == 1:
         model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
 
 
-def set_by_hand(model: Rows) -> None:
+def set_by_hand(model):
     """Another loss, on this rank's own data, whose gradient is not reduced."""
     loss = model.head(torch.full((1, 4), float(dist.get_rank()))).square().sum()
     (model.head.weight.grad,) = torch.autograd.grad(loss, [model.head.weight])
 
 
-def train(fault: Any, every: int | None, steps: int, options: dict[str, Any] | None = None) -> list[str]:
+def train(fault, every, steps, options=None):
     """The error of each step; the fault comes before the first optimizer step."""
     torch.manual_seed(0)
     errors, config = [], dp_compile.ReplicateConfig(backend="aot_eager", **(options or {}))
@@ -231,12 +213,9 @@ def train(fault: Any, every: int | None, steps: int, options: dict[str, Any] | N
 
 
 @pytest.mark.parametrize(
-    ("fault", "every", "at", "name"),
-    [(load_alone, None, 2, "body.weight"), (set_by_hand, 2, 2, "head.weight")],
+    ("fault", "every", "at", "name"), [(load_alone, None, 2, "body.weight"), (set_by_hand, 2, 2, "head.weight")]
 )
-def test_parameters_that_differ_are_named_on_every_rank(
-    ranks2: Ranks, fault: Any, every: int | None, at: int, name: str
-) -> None:
+def test_parameters_that_differ_are_named_on_every_rank(ranks2, fault, every, at, name):
     one, other = ranks2.run(train, fault, every, at + 1)
     assert one == other
     assert not any(one[:at])
@@ -245,26 +224,26 @@ def test_parameters_that_differ_are_named_on_every_rank(
     assert (", and 3 more" in one[at]) == (fault is load_alone)
 
 
-def test_equal_parameters_stay_equal(ranks: Ranks) -> None:
+def test_equal_parameters_stay_equal(ranks):
     """Also with an embedding whose rows each rank shortens when it uses them."""
     for errors in ranks.run(train, None, None, 12):
         assert errors == [""] * 12
 
 
-def test_it_can_be_switched_off(ranks2: Ranks) -> None:
+def test_it_can_be_switched_off(ranks2):
     for every, options in ((0, {}), (None, {"check_reductions": False})):
         assert ranks2.run(train, load_alone, every, 6, options)[0] == [""] * 6
 
 
-def local_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def local_hook(state, bucket):
     """Each rank keeps its own gradients, as between two averages of parameters."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 @on_ranks("ranks2")
-def test_comm_hooks_may_keep_gradients_apart() -> None:
+def test_comm_hooks_may_keep_gradients_apart():
     torch.manual_seed(0)
     model = dp_compile.replicate(nn.Linear(4, 4))
     model.register_comm_hook(None, local_hook)
@@ -275,7 +254,7 @@ def test_comm_hooks_may_keep_gradients_apart() -> None:
 
 
 @on_ranks("ranks2")
-def test_ranks_that_have_run_out_of_inputs_do_not_step() -> None:
+def test_ranks_that_have_run_out_of_inputs_do_not_step():
     """Rank 1 has a fourth of the inputs."""
     torch.manual_seed(0)
     with mock.patch.dict(os.environ, {CHECK_VARIABLE: "1"}):
@@ -288,3 +267,90 @@ def test_ranks_that_have_run_out_of_inputs_do_not_step() -> None:
                     model(torch.full((2, 4), 0.1 * (number + dist.get_rank()))).sum().backward()
                     optimizer.step()
     same_on_all_ranks(model)
+
+
+WAYS = {"captured": compile_whole, "not compiled": not_compiled}
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.common, self.left, self.right = mlp(), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, left_out=""):
+        x = self.common(x)
+        if left_out != "left":
+            x = x + self.left(x)
+        return x if left_out == "right" else x + self.right(x)
+
+
+@pytest.mark.parametrize(
+    ("way", "parts", "at"),
+    [
+        ("captured", ("left",), 1),
+        ("captured", ("left", "right"), 0),
+        ("captured", ("", "right"), 1),
+        ("not compiled", ("left",), 0),
+        ("not compiled", ("", "right"), 1),
+    ],
+)
+@on_ranks("ranks")
+def test_it_is_named_on_every_rank(way, parts, at):
+    """In step `at` each rank leaves one of `parts` out, the last rank the last one."""
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Branches(), config=AOT)
+    run, last = WAYS[way](model), dist.get_world_size() - 1
+    part = parts[-1] if dist.get_rank() == last else parts[0]
+    for number in range(at):
+        model.zero_grad()
+        run(batch(number)).square().mean().backward()
+    with pytest.raises(ReductionError, match="find_unused_parameters=True") as error:
+        run(batch(at), part).square().mean().backward()
+    if part:
+        assert f"without a gradient on this rank: {part}.weight, {part}.bias" in str(error.value)
+    if dist.get_rank() != last and len(parts) > 1:
+        assert f"on rank {last}: {parts[-1]}.weight, {parts[-1]}.bias" in str(error.value)
+    dp_compile.unreplicate(model)
+
+
+class Root(nn.Module):
+    """The gradient of a square root at zero is infinite, though the loss is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.first(x) + (self.scale * x).abs().sqrt()
+
+
+def run_nan(value, way, checked, factor=1.0):
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Root(), config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=checked))
+    call = model if way == "not compiled" else torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 4)
+    call(x).sum().backward()
+    x[0, 2] = value if dist.get_rank() == 1 else 1.0
+    try:
+        with torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
+            (factor * call(x).sum()).backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
+def test_a_loss_that_is_not_finite_on_one_rank(ranks, way):
+    messages = ranks.run(run_nan, float("nan"), way, True)
+    assert messages[0] == messages[1]
+    assert "reduced gradients are not finite: scale (nan), first.weight (nan). The loss" in messages[0]
+    assert "loss was not finite on rank 1 of the group" in messages[0]
+
+
+def test_a_gradient_that_is_infinite(ranks):
+    """Not one of them is a NaN; with a loss that is finite."""
+    for message in ranks.run(run_nan, 1.0, "captured", True, 3e38):
+        assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on ranks 0, 1" in message
+    for message in ranks.run(run_nan, 0.0, "captured", True):
+        assert "not finite: scale (nan). The loss was finite on every rank" in message
+    assert set(ranks.run(run_nan, float("nan"), "captured", False)) == {"no error"}

@@ -1,14 +1,11 @@
 """How long a replication lives: nothing grows, what goes with the modules, what outlives them is an error."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +22,12 @@ from dp_compile.errors import ReductionError
 from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
-WAYS: dict[str, Any] = {"compiled": compile_blocks, "not compiled": not_compiled}
+WAYS = {"compiled": compile_blocks, "not compiled": not_compiled}
 
 
 @pytest.mark.parametrize(("way", "cleared"), [("compiled", False), ("compiled", True), ("not compiled", False)])
 @on_ranks("ranks")
-def test_parts_train_on_in_step(way: str, cleared: bool) -> None:
+def test_parts_train_on_in_step(way, cleared):
     """The whole is gone, or its forward hooks are."""
     torch.manual_seed(0)
     backbone, head = Block(), Block()
@@ -50,7 +47,7 @@ def test_parts_train_on_in_step(way: str, cleared: bool) -> None:
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_parameters_that_outlive_every_module(compiled: bool) -> None:
+def test_parameters_that_outlive_every_module(compiled):
     model = dp_compile.replicate(nn.Sequential(nn.Linear(6, 6)), config=AOT)
     weight, bias = model[0].weight, model[0].bias
     replica = weakref.ref(next(iter(owners)))
@@ -58,7 +55,7 @@ def test_parameters_that_outlive_every_module(compiled: bool) -> None:
     gc.collect()
     assert replica() is None
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x):
         return nn.functional.linear(x, weight, bias)
 
     run = torch.compile(forward, backend="aot_eager") if compiled else forward
@@ -67,7 +64,7 @@ def test_parameters_that_outlive_every_module(compiled: bool) -> None:
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_a_replica_goes_with_its_modules() -> None:
+def test_a_replica_goes_with_its_modules():
     """Also if what the user gave holds the model."""
     model = Block()
     dp_compile.replicate(model, config=AOT, bucket_policy=CustomPolicy([model].__contains__))
@@ -79,9 +76,6 @@ def test_a_replica_goes_with_its_modules() -> None:
     assert (replica(), weight()) == (None, None)
 
 
-# --- many steps, and the end -----------------------------------------------------------------------------------------
-
-
 STEPS = 2000
 WARM_STEPS = 500
 WIDTH = 64
@@ -91,7 +85,7 @@ MOST_BYTES = 9 * 2**20
 MOST_OBJECTS = 150  # a tenth of an object per step
 
 
-def footprint() -> dict[str, int]:
+def footprint():
     """What this process holds."""
     gc.collect()
     counters = torch._dynamo.utils.counters
@@ -105,7 +99,7 @@ def footprint() -> dict[str, int]:
     }
 
 
-def train(model: nn.Module, steps: int, backend: str = "aot_eager") -> None:
+def train(model, steps, backend="aot_eager"):
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
@@ -114,14 +108,12 @@ def train(model: nn.Module, steps: int, backend: str = "aot_eager") -> None:
         optimizer.step()
 
 
-def monitors() -> list[threading.Thread]:
+def monitors():
     return [thread for thread in threading.enumerate() if thread.name == "dp_compile monitor"]
 
 
-def long_run(lives_on: bool) -> tuple[dict[str, int], dict[str, int], int, bool]:
-    """The footprint after `WARM_STEPS` and after `STEPS` steps, the number of monitors then, and whether the memory of
-    buckets stayed where it was."""
-    torch._dynamo.reset()
+def long_run(lives_on):
+    """The footprint after `WARM_STEPS` and after `STEPS`, the monitors then, and whether bucket memory stayed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     dp_compile.replicate(model, bucket_cap_mb=0.03, gradient_as_bucket_view=lives_on)
@@ -136,7 +128,7 @@ def long_run(lives_on: bool) -> tuple[dict[str, int], dict[str, int], int, bool]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("lives_on", [False, True])
-def test_nothing_grows(ranks2: Ranks, lives_on: bool) -> None:
+def test_nothing_grows(ranks2, lives_on):
     for warm, end, monitoring, stayed in ranks2.run(long_run, lives_on):
         grown = {name: end[name] - warm[name] for name in end}
         assert grown.pop("bytes") < MOST_BYTES
@@ -146,9 +138,8 @@ def test_nothing_grows(ranks2: Ranks, lives_on: bool) -> None:
         assert stayed == lives_on
 
 
-def drop_model() -> list[str]:
+def drop_model():
     """Delete a model after a few steps. Returns what is still there afterwards."""
-    torch._dynamo.reset()
     gc.collect()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     dp_compile.replicate(model, config=AOT)
@@ -167,7 +158,7 @@ def drop_model() -> list[str]:
     return left + ["monitor"] * len(monitors()) + [f"owner of {', '.join(each.names)}" for each in owners]
 
 
-def test_a_deleted_model_leaves_nothing_behind() -> None:
+def test_a_deleted_model_leaves_nothing_behind():
     ranks = Ranks(2, "forkserver")  # new ones: no earlier test has left a model there
     try:
         assert ranks.run(drop_model) == [[], []]
@@ -176,7 +167,7 @@ def test_a_deleted_model_leaves_nothing_behind() -> None:
 
 
 @on_ranks("ranks2")
-def test_a_forked_child_has_no_monitor() -> None:
+def test_a_forked_child_has_no_monitor():
     """It does not hold the parent's connection, and the parent trains on."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     dp_compile.replicate(model, config=AOT)

@@ -3,21 +3,16 @@
 A case is drawn from its number. `DP_COMPILE_MESH_CASES` runs other numbers: "7" one, "200-400" a range.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
+from meshes import Reads, dp_of, full, mesh_of, unordered
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,11 +25,10 @@ from torch.distributed.tensor.parallel import (
 import dp_compile
 from dp_compile.engine import compile as compilation
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.testing.ranks import Ranks
 
 TOKENS = 8
 WHOLE, ROWS = Replicate(), Shard(1)
-STYLES: dict[str, dict[str, Any]] = {
+STYLES = {
     "plain": {},
     "colwise": {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()},
     "rowwise": {"up": RowwiseParallel(input_layouts=WHOLE), "down": ColwiseParallel(output_layouts=WHOLE)},
@@ -48,12 +42,8 @@ STYLES: dict[str, dict[str, Any]] = {
 ENDS = {"embedding": RowwiseParallel(input_layouts=WHOLE), "head": ColwiseParallel(output_layouts=WHOLE)}
 
 
-def drawn(number: int) -> SimpleNamespace:
-    """A training run. Every fourth is captured: it takes as long as ten others.
-
-    No dimension is smaller than `tp`: see `test_fewer_rows_than_ranks`. And each rank has a part of the vocabulary:
-    torch looks nothing up where there is none.
-    """
+def drawn(number):
+    """A run; every fourth is captured. No dimension is smaller than `tp`; each rank has a part of the vocabulary."""
     pick = random.Random(number)
     steps = pick.randint(2, 3)
     blocks = tuple((pick.choice([*STYLES]), pick.randint(4, 9)) for _ in range(pick.randint(1, 3)))
@@ -78,16 +68,16 @@ def drawn(number: int) -> SimpleNamespace:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width, hidden):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, case: SimpleNamespace) -> None:
+    def __init__(self, case):
         super().__init__()
         self.embedding = nn.Embedding(case.vocabulary, case.width)
         self.blocks = nn.ModuleList(Block(case.width, hidden) for _, hidden in case.blocks)
@@ -96,18 +86,18 @@ class Net(nn.Module):
         if case.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+    def forward(self, tokens, skip=None):
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
             if number != skip:
                 x = x + block(x)
-        factor: Any = self.scale.sum()
+        factor = self.scale.sum()
         if isinstance(factor, DTensor):
             factor = factor.to_local(grad_placements=[WHOLE])
         return self.head(x * factor)
 
 
-def spread(model: Net, case: SimpleNamespace, mesh: DeviceMesh) -> None:
+def spread(model, case, mesh):
     for block, (style, _) in zip(model.blocks, case.blocks, strict=True):
         for name, each in STYLES[style].items():
             parallelize_module(block.get_submodule(name), mesh, each)
@@ -119,7 +109,7 @@ def spread(model: Net, case: SimpleNamespace, mesh: DeviceMesh) -> None:
         model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [WHOLE]))
 
 
-def run(case: SimpleNamespace) -> list[Orders]:
+def run(case):
     """A run, and the same in one process. Returns the orders of the collectives of captured backwards."""
     torch._dynamo.reset()
     Reads.found.clear()
@@ -136,13 +126,13 @@ def run(case: SimpleNamespace) -> list[Orders]:
     named = dict(model.named_parameters())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, alone)]
 
-    def loss_of(run: Any, step: int, place: int, skip: int | None) -> torch.Tensor:
+    def loss_of(run, step, place, skip):
         seed = torch.Generator().manual_seed(1000 * case.seed + 10 * step + place)
         tokens = torch.randint(case.vocabulary, (2, TOKENS), generator=seed)
         logits = run(tokens, skip if place == 0 else None)
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
-    def backward(step: int, skip: int | None) -> None:
+    def backward(step, skip):
         """`skip`: a block that copy 0 leaves out."""
         loss_of(runs, step, here, skip).backward()
         (sum(loss_of(alone, step, place, skip) for place in range(copies)) / copies).backward()
@@ -155,7 +145,7 @@ def run(case: SimpleNamespace) -> list[Orders]:
                 backward(step + 5, None)
         backward(step, skip)
         for name, theirs in alone.named_parameters():
-            mine: Any = named[name].grad
+            mine = named[name].grad
             if theirs.grad is None:
                 assert mine is None or not full(mine).any(), f"step {step}: gradient of {name}"
                 continue
@@ -170,7 +160,7 @@ def run(case: SimpleNamespace) -> list[Orders]:
     return list(Reads.found)
 
 
-def run_all(numbers: Sequence[int]) -> list[list[Orders]]:
+def run_all(numbers):
     found = []
     for number in numbers:
         try:
@@ -187,11 +177,11 @@ PARTS = [pytest.param([*BY_NIGHT[at : at + 20]], marks=pytest.mark.nightly) for 
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 3], *PARTS])
-def test_meshes_and_plans(meshed: Ranks, numbers: list[int]) -> None:
+def test_meshes_and_plans(meshed, numbers):
     by_rank = meshed.run(run_all, numbers, timeout_s=550.0)
     for place, number in enumerate(numbers):
         # Ranks that leave a block out compile other graphs, and more or fewer of them: all orders of each group.
-        orders: list[dict[tuple[int, ...], set[tuple[str, ...]]]] = []
+        orders = []
         for found in by_rank:
             orders.append({group: set() for graph in found[place] for group in graph})
             for group, order in ((group, order) for graph in found[place] for group, order in graph.items()):

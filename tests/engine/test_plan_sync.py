@@ -1,14 +1,10 @@
 """The plan of the first backward, the same on every rank; and how ranks compare what they state."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,37 +17,34 @@ import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.engine import plan_sync
 from dp_compile.engine.plan_sync import StoreChannel, all_gather_object, broadcast_object, check_consistent
-from dp_compile.engine.replica import Replica
 from dp_compile.engine.status import RankStatus, write_status
 from dp_compile.errors import CommunicationError, DesyncError
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
-from dp_compile.plan.planner import ReadyTimes
+from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
 
 
 class Backwards(nn.Module):
     """Uses its layers in the opposite order of their definition, so the parameters' order is the wrong one."""
 
-    def __init__(self, layers: int = 4, width: int = 24) -> None:
+    def __init__(self, layers=4, width=24):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in reversed(self.layers):
             x = torch.tanh(layer(x))
         return x
 
 
-def names(plan: BucketPlan) -> list[str]:
+def names(plan):
     return [gradient.name for gradient in plan.gradients if gradient.name != UNUSED_FLAGS]
 
 
-def step(model: Any, x: torch.Tensor) -> None:
+def step(model, x):
     model(x).square().mean().backward()
 
 
-def test_launch_order_is_that_of_the_graph(fake_group: dist.ProcessGroup) -> None:
+def test_launch_order_is_that_of_the_graph(fake_group):
     model = dp_compile.replicate(Backwards(), config=AOT)
     assert names(dp_compile.report(model).plan)[0] == "layers.3.bias"
     compiled = torch.compile(model, backend="aot_eager")
@@ -70,9 +63,8 @@ def test_launch_order_is_that_of_the_graph(fake_group: dist.ProcessGroup) -> Non
     assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] <= captures + 1
 
 
-def train(eager_rank: int) -> tuple[BucketPlan, torch.Tensor]:
+def train(eager_rank):
     """That rank cannot capture the first backward. Returns the plan and a parameter."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     ours = dp_compile.replicate(Backwards(), config=AOT)
     compiled = torch.compile(ours, backend="aot_eager")
@@ -87,7 +79,7 @@ def train(eager_rank: int) -> tuple[BucketPlan, torch.Tensor]:
 
 
 @pytest.mark.parametrize("eager_rank", [0, 1])
-def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, eager_rank: int) -> None:
+def test_one_rank_cannot_capture_the_first_backward(ranks, eager_rank):
     one, other, *_ = ranks.run(train, eager_rank)
     assert one[0] == other[0]
     assert torch.equal(one[1], other[1])
@@ -95,15 +87,14 @@ def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, eager_rank: in
     assert estimated == (eager_rank == 1)  # rank 0 decides; without a graph the plan stays
 
 
-def compile_longer_than_a_collective_may_take(fails: bool) -> tuple[torch.Tensor, int]:
+def compile_longer_than_a_collective_may_take(fails):
     """Rank 1 does, and then fails if `fails`. Returns a parameter and how many graphs of the backward are captured."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=4))
     model = dp_compile.replicate(Backwards(), process_group=group, config=AOT)
     compile_plainly, begun_s = inductor.compile_with_aot_eager, time.monotonic()
 
-    def compile_slowly(*args: Any) -> Any:
+    def compile_slowly(*args):
         while dist.get_rank() == 1 and time.monotonic() < begun_s + 8:
             time.sleep(0.1)
         if dist.get_rank() == 1 and fails:
@@ -116,28 +107,23 @@ def compile_longer_than_a_collective_may_take(fails: bool) -> tuple[torch.Tensor
     ):
         step(torch.compile(model, backend="aot_eager"), torch.full((8, 24), 1.0 + dist.get_rank()))
     grad = next(model.parameters()).grad
-    assert grad is not None
     return grad, len(dp_compile.report(model).captures)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_backward_is_compiled_for_longer_than_a_collective_may_take(ranks2: Ranks, fails: bool) -> None:
+def test_a_backward_is_compiled_for_longer_than_a_collective_may_take(ranks2, fails):
     one, other = ranks2.run(compile_longer_than_a_collective_may_take, fails)
     assert torch.equal(one[0], other[0])
     assert (one[1], other[1]) == (1, 0 if fails else 1)
 
 
-# --- the same plan on every rank -----------------------------------------------------------------------------------
-
-
-def plan_otherwise_on_rank_1() -> tuple[str, list[str]]:
+def plan_otherwise_on_rank_1():
     """Rank 1 takes two equal gradients in another order, as another `sum` of floats could: the error, and the plan."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     ours = dp_compile.replicate(Backwards(3), config=AOT)
     replica, make = replica_of(ours), plan_sync.plan_from_times
 
-    def made_otherwise(replica: Replica, times: ReadyTimes) -> Any:
+    def made_otherwise(replica, times):
         if dist.get_rank() == 1:
             swapped = {0: times.shares[2], 2: times.shares[0]}
             times = dataclasses.replace(times, shares={**times.shares, **swapped})
@@ -148,7 +134,7 @@ def plan_otherwise_on_rank_1() -> tuple[str, list[str]]:
     return str(error.value), names(replica.plan)
 
 
-def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks) -> None:
+def test_a_plan_that_differs_is_found_before_it_is_used(ranks2):
     """Two gradients would be added to each other without a word (D5)."""
     one, other = ranks2.run(plan_otherwise_on_rank_1)
     for error, _ in (one, other):
@@ -156,17 +142,14 @@ def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks) -> None:
     assert one[1] == other[1]  # the plan of before, which all have
 
 
-# --- statements: threads stand for ranks, a store in this process for the real one -----------------------------------
-
-
 SAME = {"options": {"cap": 25.0}}
 
 
-def on_threads(ranks: Iterable[int], call: Callable[[int], Any]) -> dict[int, Any]:
+def on_threads(ranks, call):
     """What `call` returns on each rank, or the text of its error."""
-    heard: dict[int, Any] = {}
+    heard = {}
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
             heard[rank] = call(rank)
         except DesyncError as error:
@@ -180,7 +163,7 @@ def on_threads(ranks: Iterable[int], call: Callable[[int], Any]) -> dict[int, An
     return heard
 
 
-CALLS: dict[str, Callable[[StoreChannel], Any]] = {
+CALLS = {
     "check_consistent": lambda channel: check_consistent(channel, "topic", SAME),
     "broadcast_object": lambda channel: broadcast_object(channel, "topic", 1),
     "all_gather_object": lambda channel: all_gather_object(channel, "topic", 1),
@@ -192,13 +175,13 @@ CALLS: dict[str, Callable[[StoreChannel], Any]] = {
     [("check_consistent", 0), ("check_consistent", 1), ("broadcast_object", 1), ("all_gather_object", 0)],
 )
 @pytest.mark.parametrize("before", [True, False])
-def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
+def test_the_store_is_lost(call, rank, before):
     """Before a rank asks, and while it waits: the error comes at once and is not one of a rank that did not come."""
-    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client, other = (dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(2))
-    heard: list[BaseException] = []
+    heard = []
 
-    def ask() -> None:
+    def ask():
         try:
             CALLS[call](StoreChannel(client, rank, 2, 60.0))
         except BaseException as error:
@@ -220,9 +203,9 @@ def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
     assert "the key-value store does not answer after" in str(error)
 
 
-def test_many_missing_ranks_are_all_named_before_any_rank_gives_up() -> None:
+def test_many_missing_ranks_are_all_named_before_any_rank_gives_up():
     """The one verdict comes in time for those who wait for it, however many ranks are missing."""
-    store: Any = dist.HashStore()
+    store = dist.HashStore()
     heard = on_threads((0, 5), lambda rank: check_consistent(StoreChannel(store, rank, 6, 2.0), "topic", SAME))
     assert set(heard.values()) == {"topic: ranks 1, 2, 3, 4 have not reached this synchronisation point after 2 s"}
 
@@ -236,7 +219,7 @@ def test_many_missing_ranks_are_all_named_before_any_rank_gives_up() -> None:
         ("check_consistent", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
     ],
 )
-def test_a_rank_that_is_missing(call: str, rank: int, text: str) -> None:
+def test_a_rank_that_is_missing(call, rank, text):
     with pytest.raises(DesyncError, match=text):
         CALLS[call](StoreChannel(dist.HashStore(), rank, 2, 0.05))
 
@@ -250,15 +233,13 @@ def test_a_rank_that_is_missing(call: str, rank: int, text: str) -> None:
         ("at train.py:1 in step", True, 60.0, False),
     ],
 )
-def test_a_rank_that_compiles(
-    monkeypatch: pytest.MonkeyPatch, place: str, beats: bool, bound_s: float, comes: bool
-) -> None:
+def test_a_rank_that_compiles(monkeypatch, place, beats, bound_s, comes):
     """Rank 0 comes after three times as long as rank 1 waits for a rank that does not compile."""
     monkeypatch.setattr(plan_sync, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(plan_sync, "COMPILATION_S", bound_s)
     store, over = dist.HashStore(), threading.Event()
 
-    def compile_and_come() -> None:
+    def compile_and_come():
         begun_s, beat = time.monotonic(), 0
         while time.monotonic() < begun_s + 1.5 and not over.wait(0.01):
             beat += beats

@@ -1,18 +1,11 @@
-"""Gradients that travel in another dtype, and what they are divided by.
-
-Against torch's DDP with a hook that casts: `tests/harness/parity.py`, in every way and with all other options.
-"""
-
-from __future__ import annotations
+"""Gradients that travel in another dtype, and what they are divided by. Beside DDP: `tests/harness/parity.py`."""
 
 import math
 import re
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -27,34 +20,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 
 import dp_compile
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.reduction import Averaging, Reduction, before_the_sum
+from dp_compile.plan.reduction import Averaging, before_the_sum
+
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-WAYS: dict[str, Callable[[nn.Module], Any]] = {
+WAYS = {
     "captured": compile_whole,
     "eager hooks": compile_whole,
     "not compiled": not_compiled,
 }
 
 
-def config_of(**options: Any) -> dp_compile.ReplicateConfig:
+def config_of(**options):
     """`reduce_dtype` is that of a policy."""
     policy = MixedPrecisionPolicy(reduce_dtype=options.pop("reduce_dtype", None))
     return dp_compile.ReplicateConfig(**{"backend": "aot_eager", "mp_policy": policy} | options)
 
 
-# --- what is divided ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 12, 64, 1000])
-def test_float16_is_divided_as_fsdp_does(world_size: int) -> None:
+def test_float16_is_divided_as_fsdp_does(world_size):
     class Group:
-        def size(self) -> int:
+        def size(self):
             return world_size
 
-    before, after, *_ = _get_gradient_divide_factors(Group(), None, FP16)  # type: ignore[arg-type]
+    before, after, *_ = _get_gradient_divide_factors(Group(), None, FP16)
     assert before_the_sum(world_size) == before
     found = Averaging().reduction("0", NCCL, world_size, "float16")
     assert (found.scale, found.post_scale) == (1 / before, 1 / after)
@@ -63,9 +55,8 @@ def test_float16_is_divided_as_fsdp_does(world_size: int) -> None:
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("way", ["captured", "eager hooks"])
 @on_ranks("ranks2")
-def test_a_cast_that_overflows_is_found_on_every_rank(way: str, checked: bool) -> None:
+def test_a_cast_that_overflows_is_found_on_every_rank(way, checked):
     """A finite gradient on the second rank, which float16 has no room for; that of the first is small everywhere."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -86,7 +77,7 @@ def test_a_cast_that_overflows_is_found_on_every_rank(way: str, checked: bool) -
     dp_compile.unreplicate(model)
 
 
-DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
+DIVIDED = [
     (F32, {}),
     (FP16, {}),
     (F32, {"reduce_dtype": FP16}),
@@ -98,7 +89,7 @@ DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def numbers_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
+def numbers_of(rank, dtype):
     """A few smallest units of float16, of which halves are rounded; what fits in it, though not its sum; others."""
     smallest = [number * 2.0**-24 for number in (3, 5, 7 + 2 * rank, 9, 300 + rank)]
     return torch.tensor([*smallest, 30_000.0, 1.5 - rank, 0.1 * (rank + 1)], dtype=dtype)
@@ -107,7 +98,7 @@ def numbers_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
 @on_ranks("ranks3")
-def test_three_ranks_and_one_divide_as_the_formula_says(way: str, alone: bool) -> None:
+def test_three_ranks_and_one_divide_as_the_formula_says(way, alone):
     """A gradient that is the input, and the formula in float64: rounded on the wire, once before and once after it."""
     ranks, group = (1, dist.new_subgroups(1)[0]) if alone else (dist.get_world_size(), None)
     for dtype, options in DIVIDED:
@@ -131,22 +122,18 @@ def test_three_ranks_and_one_divide_as_the_formula_says(way: str, alone: bool) -
         dp_compile.unreplicate(model)
 
 
-# --- a factor that changes ------------------------------------------------------------------------------------------
-
-
 class Scalars(nn.Module):
     """A parameter without dimensions: with a number in a tensor it is promoted otherwise than the others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers, self.scale = mlp(), nn.Parameter(torch.tensor(0.7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(x) * self.scale
-        return result
+    def forward(self, x):
+        return self.layers(x) * self.scale
 
 
-def reduced_by_hand(grad: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+def reduced_by_hand(grad, reduction):
     """Rounded once before the sum and once after it, each in the wider dtype."""
     wire = grad.dtype if reduction.wire is None else getattr(torch, reduction.wire)
     wide = torch.promote_types(grad.dtype, wire)
@@ -156,13 +143,11 @@ def reduced_by_hand(grad: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(BF16, {}), pytest.param(F32, {"reduce_dtype": FP16}, marks=pytest.mark.nightly)],
+    ("dtype", "options"), [(BF16, {}), pytest.param(F32, {"reduce_dtype": FP16}, marks=pytest.mark.nightly)]
 )
 @on_ranks("ranks2")
-def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(dtype, options):
     """Another factor in each step. Rank 1 reduces one of them by eager hooks."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, alone = Scalars().to(dtype), Scalars().to(dtype)
     alone.load_state_dict(model.state_dict())
@@ -189,16 +174,13 @@ def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(dtype: torch.d
     dp_compile.unreplicate(model)
 
 
-# --- torch's own hooks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("everybody", [True, False])
 @on_ranks("ranks2")
-def test_a_hook_of_torchs_averages_over_its_state(everybody: bool) -> None:
+def test_a_hook_of_torchs_averages_over_its_state(everybody):
     """`None` is the default group, not the module's. Known is what averages over the module's."""
     for state in (dist.group.WORLD, None):
         torch._dynamo.reset()
-        model: Any = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1, bias=False)
         alone = dist.new_subgroups(1)[0]
         dp_compile.replicate(model, process_group=dist.group.WORLD if everybody else alone, config=AOT)
         model.register_comm_hook(state, default_hooks.fp16_compress_hook)
@@ -208,12 +190,8 @@ def test_a_hook_of_torchs_averages_over_its_state(everybody: bool) -> None:
         dp_compile.unreplicate(model)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_options_that_are_not_allowed() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
+def test_options_that_are_not_allowed():
+    wrong = [
         ({"reduce_dtype": "bf16"}, "reduce_dtype of mp_policy must be one of torch.float16, .*, got 'bf16'"),
         ({"gradient_divide_factor": 0}, "gradient_divide_factor must be finite and > 0 .*, got 0"),
         ({"gradient_divide_factor": math.inf}, "gradient_divide_factor must be finite .*, got inf"),
@@ -237,11 +215,9 @@ def test_options_that_are_not_allowed() -> None:
     dp_compile.unreplicate(model)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("factor", [1e-39, 1e46])
-def test_factors_that_float32_has_no_room_for(factor: float) -> None:
+def test_factors_that_float32_has_no_room_for(factor):
     """Flags travel with the gradients and are divided as those: they became NaN, or nothing."""
-    torch._dynamo.reset()
     said = re.escape(f"gradient_divide_factor must be 1e-30 to 1e+30, got {factor:g}")
     with pytest.raises(dp_compile.ConfigError, match=said):
         dp_compile.replicate(mlp(), config=replace(AOT, gradient_divide_factor=factor))
@@ -258,8 +234,8 @@ def test_factors_that_float32_has_no_room_for(factor: float) -> None:
 
 
 @on_ranks("ranks")
-def test_ranks_that_differ() -> None:
-    model: Any = dp_compile.replicate(mlp(), config=AOT)
+def test_ranks_that_differ():
+    model = dp_compile.replicate(mlp(), config=AOT)
     model.set_gradient_divide_factor(2.0)
     if dist.get_rank() == 0:  # what the others posted in the earlier call is there already, and is no answer now
         time.sleep(0.5)
@@ -267,13 +243,8 @@ def test_ranks_that_differ() -> None:
         model.set_gradient_divide_factor(3.0 + dist.get_rank())
 
 
-# --- in the graph ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket() -> None:
+def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket():
     """Under autocast a product is bfloat16 and was cast for the parameter."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
     dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     with torch.autocast("cpu", BF16):

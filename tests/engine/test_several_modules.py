@@ -1,10 +1,7 @@
 """Several replicated modules: on one group or two, other ones on other ranks, of other kinds, parts of one model."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -20,20 +17,16 @@ from dp_compile._torch import compiler
 from dp_compile._torch.compiler import captures
 from dp_compile.decentralized import decentralize
 
-# --- other modules on other ranks --------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
 @on_ranks("ranks2")
-def test_ranks_that_reduce_different_modules_together(way: str) -> None:
-    """In the fourth step rank 0 needs the first head, rank 1 the second, of the same shapes. Gradients of two modules
-    were averaged with each other, without an error."""
-    torch._dynamo.reset()
+def test_ranks_that_reduce_different_modules_together(way):
+    """In the fourth step the ranks need different heads of the same shapes, whose gradients were averaged silently."""
     torch.manual_seed(0)
     heads = [dp_compile.replicate(nn.Sequential(nn.Linear(6, 6)), config=AOT) for _ in range(2)]
     runs = [compile_whole(head) if way != "not compiled" else head for head in heads]
 
-    def step(run: Any, number: int) -> None:
+    def step(run, number):
         eager = torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False)
         with warnings.catch_warnings(action="ignore"), eager:
             run(batch(number)).square().mean().backward()
@@ -48,14 +41,10 @@ def test_ranks_that_reduce_different_modules_together(way: str) -> None:
         dp_compile.unreplicate(head)
 
 
-# --- modules of different kinds in one backward --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("of_torch", [False, True])
 @on_ranks("ranks")
-def test_modules_of_different_kinds_in_one_backward(of_torch: bool) -> None:
+def test_modules_of_different_kinds_in_one_backward(of_torch):
     """With a module of another backend, and with one of torch's DDP."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     ours = [mlp(), mlp()]
     theirs = [DistributedDataParallel(copy.deepcopy(each)) for each in ours]
@@ -74,31 +63,23 @@ def test_modules_of_different_kinds_in_one_backward(of_torch: bool) -> None:
         dp_compile.unreplicate(each)
 
 
-# --- two groups, two dtypes, tied and repeated parameters ------------------------------------------------------------
-
-
 class Mixed(nn.Module):
-    """Two dtypes: embedding and head share one float32 weight, a bfloat16 layer is used twice.
+    """Two dtypes: a tied float32 weight, and a bfloat16 layer used twice, whose products round alike when traced."""
 
-    Only products, sums and `relu` are in bfloat16: they round alike when traced and when not.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.token, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
         self.head.weight = self.token.weight
         self.again, self.norm = nn.Linear(6, 6).bfloat16(), nn.LayerNorm(6)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.norm(self.token(tokens)).bfloat16()
-        logits: torch.Tensor = self.head(self.again(self.again(x).relu()).float())
-        return logits
+        return self.head(self.again(self.again(x).relu()).float())
 
 
 @on_ranks("ranks4")
-def test_two_groups_two_dtypes_tied_and_repeated_parameters() -> None:
+def test_two_groups_two_dtypes_tied_and_repeated_parameters():
     """All is one graph with the collectives of both plans; as gradients that are averaged by hand over each group."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     before, models, groups = compiler.captures(), (Mixed(), Mixed()), (dist.new_subgroups(2)[0], dist.group.WORLD)
     plain = copy.deepcopy(models)
@@ -130,9 +111,6 @@ def test_two_groups_two_dtypes_tied_and_repeated_parameters() -> None:
         dp_compile.unreplicate(model)
 
 
-# --- parts of one model: each is replicated first, then the whole, as with `fully_shard` -----------------------------
-
-
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 NORM = MixedPrecisionPolicy(F32, output_dtype=BF16)
 POLICIES = {
@@ -145,33 +123,32 @@ POLICIES = {
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
         self.head = nn.Linear(6, 5)
         self.register_buffer("count", torch.zeros(1))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
 
 
-def parts(model: nn.Module) -> list[nn.Module]:
+def parts(model):
     return [model.get_submodule(name) for name in POLICIES]
 
 
-def tokens(number: int) -> torch.Tensor:
+def tokens(number):
     return torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
 @pytest.mark.parametrize("eager_rank", [-1, 1])
 @on_ranks("ranks2")
-def test_as_fsdp_with_nested_policies(eager_rank: int) -> None:
+def test_as_fsdp_with_nested_policies(eager_rank):
     """Three steps with an accumulation each, and the same by FSDP2 with the same nested policies."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, whole = Net(), MixedPrecisionPolicy(BF16, F32)
     theirs = copy.deepcopy(model)
@@ -209,7 +186,7 @@ def test_as_fsdp_with_nested_policies(eager_rank: int) -> None:
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_warmup_reaches_parts() -> None:
+def test_warmup_reaches_parts():
     model = Net()
     for each in (model.embed, model):
         dp_compile.replicate(each, config=AOT)
@@ -220,7 +197,7 @@ def test_warmup_reaches_parts() -> None:
 
 @pytest.mark.usefixtures("fake_group")
 class TestAlone:
-    def test_synchronisation_reaches_parts(self) -> None:
+    def test_synchronisation_reaches_parts(self):
         model = Net()
         for each in (*parts(model), model):
             dp_compile.replicate(each, config=AOT)
@@ -236,7 +213,7 @@ class TestAlone:
             assert dp_compile.report(each).backwards == {"without sync": 2, "captured": 1}
             dp_compile.unreplicate(each)
 
-    def test_a_tied_parameter_in_a_part_and_outside(self) -> None:
+    def test_a_tied_parameter_in_a_part_and_outside(self):
         model = Net()
         model.head = nn.Linear(6, 11, bias=False)
         model.head.weight = model.embed.weight
@@ -249,7 +226,7 @@ class TestAlone:
         assert type(model) is Net
         dp_compile.unreplicate(model.embed)
 
-    def test_a_part_after_the_whole_and_nothing_left(self) -> None:
+    def test_a_part_after_the_whole_and_nothing_left(self):
         model = dp_compile.replicate(Net(), config=AOT)
         with pytest.raises(
             dp_compile.UnsupportedModuleError, match=r"weight is replicated already.* before the module around it"
@@ -263,7 +240,7 @@ class TestAlone:
             decentralize(nn.Sequential(model), topology="ring", optimizer=torch.optim.SGD)
         dp_compile.unreplicate(model)
 
-    def test_a_wrapper_around_a_part_and_around_the_whole(self) -> None:
+    def test_a_wrapper_around_a_part_and_around_the_whole(self):
         model = Net()
         model.embed = dp_compile.DistributedDataParallel(model.embed, config=AOT)
         wrapper = dp_compile.DistributedDataParallel(model, config=AOT)

@@ -1,36 +1,28 @@
-"""Data parallel with tensor parallel: parameters stay DTensors, and all is as in one process on the joint batch.
-
-Unused parameters and three mesh dimensions: `test_mesh_fuzz.py`.
-"""
-
-from __future__ import annotations
+"""Data parallel with tensor parallel: parameters stay DTensors, and all is as in one process on the joint batch."""
 
 import copy
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import tensor_parallel_gpt
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
+from meshes import Reads, dp_of, full, mesh_of, unordered
 from on_ranks import on_ranks
 from parity import AOT
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -41,8 +33,32 @@ from dp_compile import averaging
 from dp_compile.decentralized import decentralize
 from dp_compile.engine import compile as compilation
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
+
+
+def parallelize(model, mesh):
+    """GPT over one dimension. A rank's rows of queries, keys and values are no whole heads: the product is gathered."""
+    time = Shard(1)
+    whole = {
+        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=time),
+        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=time, output_layouts=Replicate()),
+    }
+    block = {
+        "norm_1": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=time, desired_input_layouts=Replicate()),
+        "attention.qkv": ColwiseParallel(output_layouts=Replicate()),
+        "attention.project": RowwiseParallel(input_layouts=Replicate(), output_layouts=time),
+        "norm_2": SequenceParallel(),
+        "expand": ColwiseParallel(input_layouts=time),
+        "project": RowwiseParallel(output_layouts=time),
+    }
+    parallelize_module(model, mesh, whole)
+    for each in model.blocks:
+        parallelize_module(each, mesh, block)
+    model.head.weight = model.token.weight
+
 
 TOKENS, STEPS, BF16 = 12, 4, torch.bfloat16
 
@@ -50,7 +66,7 @@ TOKENS, STEPS, BF16 = 12, 4, torch.bfloat16
 class Net(nn.Module):
     """Sizes that two ranks do not share evenly: a vocabulary of eleven, seven features inside."""
 
-    def __init__(self, hidden: int = 7) -> None:
+    def __init__(self, hidden=7):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
         self.norm = nn.LayerNorm(8)
@@ -58,22 +74,21 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 11, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
-        factor: Any = self.scale.sum()
+        factor = self.scale.sum()
         if isinstance(factor, DTensor):  # used for a part of the sequence: its gradient is partial over `tp`
             factor = factor.to_local(grad_placements=[Partial()])
-        result: torch.Tensor = self.head(x * factor)
-        return result
+        return self.head(x * factor)
 
 
-def colwise(model: nn.Module, mesh: DeviceMesh) -> None:
+def colwise(model, mesh):
     """Some layers only; the others are plain, and the same on all ranks of `tp`."""
     parallelize_module(model, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
 
-def everything(model: Any, mesh: DeviceMesh) -> None:
+def everything(model, mesh):
     """Sequence parallel: gradients of the norm are partial over `tp`. Embedding and head share their weight."""
     parallelize_module(
         model,
@@ -90,19 +105,19 @@ def everything(model: Any, mesh: DeviceMesh) -> None:
     model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
 
 
-PLANS: dict[str, Callable[[Any, DeviceMesh], None]] = {"colwise": colwise, "everything": everything}
+PLANS = {"colwise": colwise, "everything": everything}
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
+def batch(step, rank):
     """Of rank `rank` of `dp`."""
     return torch.randint(11, (3, TOKENS), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model, tokens):
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
 
 
-def models(plan: str, shape: tuple[int, ...], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
+def models(plan, shape, *, tied, **options):
     """One that is parallel, and what it is when it is not. All ranks but the first of `dp` begin with wrong values."""
     torch._dynamo.reset()
     mesh = mesh_of(shape)
@@ -118,7 +133,7 @@ def models(plan: str, shape: tuple[int, ...], *, tied: bool, **options: Any) -> 
     return model, alone, mesh
 
 
-def facts_of(model: nn.Module) -> dict[str, Any]:
+def facts_of(model):
     """What no step may change."""
     named, state = dict(model.named_parameters()), model.state_dict()
     return {
@@ -128,7 +143,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def compare(model: nn.Module, alone: nn.Module, when: str, *, tolerance: float = 1e-5) -> None:
+def compare(model, alone, when, *, tolerance=1e-5):
     """Parameters and gradients, and how gradients are laid out."""
     reference = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
@@ -148,22 +163,8 @@ def compare(model: nn.Module, alone: nn.Module, when: str, *, tolerance: float =
 
 
 @mock.patch.object(compilation, "DEFAULT_PASSES", (Reads(), *DEFAULT_PASSES, Reads(last=True)))
-def train(
-    plan: str,
-    way: str,
-    shape: tuple[int, ...],
-    *,
-    set_to_none: bool = True,
-    accumulate: int = 2,
-    hook: Any = None,
-    tolerance: float = 1e-5,
-    **options: Any,
-) -> tuple[dict[str, int], list[Orders]]:
-    """Some steps and the same in one process with the joint batch. Returns the ways of the backwards, and the orders
-    of collectives in graphs.
-
-    Each `accumulate`th step has a backward without synchronisation before its own.
-    """
+def train(plan, way, shape, *, set_to_none=True, accumulate=2, hook=None, tolerance=1e-5, **options):
+    """Beside one process: ways of the backwards, orders of collectives. Each `accumulate`th step has a local one."""
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
     dp, ranks, here = dp_of(mesh)
     config = replace(AOT, **options)
@@ -200,7 +201,7 @@ def train(
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_plans_know_when_parts_are_ready() -> None:
+def test_plans_know_when_parts_are_ready():
     """The same local model, with DTensors and without: in a captured graph all DTensors stand after everything."""
     found = []
     for spread in (True, False):
@@ -208,7 +209,7 @@ def test_plans_know_when_parts_are_ready() -> None:
         model, mesh = GPT(GPTConfig(vocabulary=32, context=16, width=16, layers=2, heads=2)), None
         if spread:
             mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-            tensor_parallel_gpt.parallelize(model, mesh["tp"])
+            parallelize(model, mesh["tp"])
         dp_compile.replicate(model, device_mesh=mesh["dp"] if mesh else None, config=AOT)
         torch.compile(model, backend="aot_eager")(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
         step = dp_compile.step_of(model)
@@ -233,9 +234,7 @@ def test_plans_know_when_parts_are_ready() -> None:
         pytest.param("everything", "captured", (4, 1), {}, marks=pytest.mark.nightly),
     ],
 )
-def test_equals_one_process(
-    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, Any]
-) -> None:
+def test_equals_one_process(meshed, plan, way, shape, options):
     results = meshed.run(partial(train, plan, way, shape, **options))
     for place in range(len(results[0][1])):
         assert not unordered([orders[place] for _, orders in results])
@@ -245,11 +244,8 @@ def test_equals_one_process(
         assert backwards == {synced: STEPS, local: STEPS // options.get("accumulate", 2)}
 
 
-# --- with other options ----------------------------------------------------------------------------------------
-
-
 @on_ranks("meshed")
-def test_uneven_inputs() -> None:
+def test_uneven_inputs():
     """The ranks of one place of `dp` have fewer batches, all of them that hold parts of it."""
     model, alone, mesh = models("everything", (2, 2), tied=True)
     dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
@@ -271,19 +267,18 @@ def test_uneven_inputs() -> None:
 class Roots(nn.Module):
     """The gradient of a square root at zero is not finite, and the loss is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
         nn.init.ones_(self.up.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).sqrt())  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.down(self.up(x).sqrt())
 
 
 @on_ranks("meshed")
-def test_what_is_not_finite_in_one_part_is_an_error_on_every_rank() -> None:
+def test_what_is_not_finite_in_one_part_is_an_error_on_every_rank():
     """Those that hold other parts would wait for the ranks that raise, in the next collective of tensor parallel."""
-    torch._dynamo.reset()
     mesh = mesh_of((2, 2))
     torch.manual_seed(0)
     model = parallelize_module(Roots(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -300,7 +295,7 @@ def test_what_is_not_finite_in_one_part_is_an_error_on_every_rank() -> None:
 
 
 @on_ranks("meshed")
-def test_clipping() -> None:
+def test_clipping():
     """Plain gradients with DTensors, and parts of a dimension that some rank holds nothing of."""
     for plan, order, shape in (("colwise", 2.0, (2, 2)), ("everything", math.inf, (2, 2)), ("everything", 3.0, (1, 4))):
         model, alone, mesh = models(plan, shape, tied=plan == "everything", hidden=3)
@@ -319,24 +314,20 @@ def test_clipping() -> None:
             assert is_odd(dp_compile.optim.clip_grad_norm_(model.parameters(), 0.1, order))
 
 
-# --- the page --------------------------------------------------------------------------------------------------
-
-
 class OfThePage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
-        return result
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.norm(x))))
 
 
-def run_the_page(path: str) -> list[float]:
+def run_the_page(path):
     """Not compiled, which would take a while."""
     torch.manual_seed(dist.get_rank() // 2)
     loader = [(torch.randn(2, 6), torch.randn(2, 6)) for _ in range(3)]
-    names: dict[str, Any] = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
+    names = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
     code = python_of("algorithms.md", "Tensor parallel") + python_of("algorithms.md", "Tensor parallel", 1)
     code = code.replace("torch.compile(model)", "model").replace('checkpoint_id="', f'checkpoint_id="{path}/')
     exec(code, names)
@@ -345,21 +336,18 @@ def run_the_page(path: str) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_page(meshed: Ranks, tmp_path: Path) -> None:
+def test_the_page(meshed, tmp_path):
     """One process loads the checkpoint of four."""
     results, alone = meshed.run(run_the_page, str(tmp_path)), OfThePage()
     checkpoint.load(alone.state_dict(), checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
     assert results == [torch.cat([each.detach().flatten() for each in alone.parameters()]).tolist()] * 4
 
 
-# --- what is refused -------------------------------------------------------------------------------------------
-
-
 @on_ranks("meshed")
-def test_refusals() -> None:
+def test_refusals():
     mesh = mesh_of((2, 2))
 
-    def parallel(odd: torch.Tensor | None = None) -> Any:
+    def parallel(odd=None):
         torch.manual_seed(0)
         model = Net()
         colwise(model, mesh["tp"])
@@ -367,7 +355,7 @@ def test_refusals() -> None:
             model.odd = nn.Parameter(odd)
         return model
 
-    def updated(**options: Any) -> None:
+    def updated(**options):
         dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
     model = dp_compile.replicate(parallel(), device_mesh=mesh["dp"], config=AOT)
@@ -376,7 +364,7 @@ def test_refusals() -> None:
     is_partial = DTensor.from_local(torch.ones(8), mesh["tp"], [Partial()])
     is_complex = distribute_tensor(torch.ones(8, dtype=torch.complex64), mesh["tp"], [Replicate()])
     replicate, unknown = dp_compile.replicate, "does not know DTensor parameters"
-    attempts: list[tuple[Callable[[], Any], str]] = [
+    attempts = [
         (lambda: replicate(parallel()), "device_mesh=mesh['dp']"),
         (lambda: replicate(parallel(), device_mesh=mesh["tp"]), "device_mesh=mesh['dp']"),
         (lambda: replicate(parallel(), process_group=crossed), "part [1] of [2]"),

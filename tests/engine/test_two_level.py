@@ -1,14 +1,7 @@
-"""Gradients that are reduced inside nodes first, then between them: as FSDP2's hybrid sharding.
-
-Beside torch's DDP they are run by the fuzzer (`levels`), with unused parameters, accumulation and several buckets.
-"""
-
-from __future__ import annotations
+"""Gradients that are reduced inside nodes first, then between them: as FSDP2's hybrid sharding."""
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,22 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dp_compile
-from dp_compile.insight.report import Report
-from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16
 NODES = ("between", "inside")
 TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
 
 
-def stages_of(report: Report) -> list[list[str]]:
+def stages_of(report):
     return [[stage.op for stage in bucket.key.reduction.stages] for bucket in report.plan.buckets]
 
 
 @on_ranks("ranks4")
-def test_meshes_of_other_shapes() -> None:
+def test_meshes_of_other_shapes():
     """A mesh that rank 3 is not in, meshes with a dimension of size one, and a slice."""
-    torch._dynamo.reset()
     three = DeviceMesh("cpu", [[0], [1], [2]], mesh_dim_names=NODES)
     larger = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("rows", "columns", "other"))
     flat = [init_device_mesh("cpu", shape, mesh_dim_names=NODES) for shape in ((1, 4), (4, 1))]
@@ -59,28 +49,28 @@ def test_meshes_of_other_shapes() -> None:
     compile_whole(wide)(batch(0).double()).square().mean().backward()
     for parameter, each in zip(wide.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, each, rtol=1e-12, atol=1e-15)
-    costs: list[Any] = [None] * 4
+    costs = [None] * 4
     dist.all_gather_object(costs, dp_compile.calibrate(device_mesh=turned).cost)
     assert None not in (costs[0].inside, costs[0].between)
     assert len(set(costs)) == 1  # levels are measured, alike on every rank
 
 
 @on_ranks("ranks4")
-def test_what_is_not_allowed_is_said_on_every_rank() -> None:
+def test_what_is_not_allowed_is_said_on_every_rank():
     mesh, turned = (DeviceMesh("cpu", each, mesh_dim_names=NODES) for each in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
 
-    def hooked(state: Any, hook: Any) -> None:
-        model: Any = dp_compile.replicate(mlp(), device_mesh=mesh)
+    def hooked(state, hook):
+        model = dp_compile.replicate(mlp(), device_mesh=mesh)
         model.register_comm_hook(state, hook)
 
-    def replicated(device_mesh: DeviceMesh | None, **options: Any) -> None:
+    def replicated(device_mesh, **options):
         dp_compile.replicate(mlp(), device_mesh=device_mesh, **options)
 
-    def a_hook(state: Any, bucket: Any) -> Any:
+    def a_hook(state, bucket):
         return default_hooks.allreduce_hook(None, bucket)
 
-    attempts: list[tuple[Callable[[], Any], str]] = [
+    attempts = [
         (lambda: replicated(three), r"device_mesh must have one dimension, or two .*, got 3 \(a, b, c\)"),
         (lambda: replicated(turned if dist.get_rank() == 1 else mesh), "device_mesh"),
         (lambda: replicated(None if dist.get_rank() == 2 else mesh), "rank 2 differs from rank 0"),
@@ -96,17 +86,16 @@ def test_what_is_not_allowed_is_said_on_every_rank() -> None:
             attempt()
 
 
-def run_beside_fsdp(way: str, wire: torch.dtype | None, factor: float | None, exact: bool) -> Report:
+def run_beside_fsdp(way, wire, factor, exact):
     """Three steps, and the same by FSDP2's hybrid sharding over the same mesh."""
     by_hooks = way == "hooks on some ranks" and dist.get_rank() in (0, 3)
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, mesh, policy = mlp(7), mesh_of((2, 2), NODES), MixedPrecisionPolicy(reduce_dtype=wire)
     theirs = copy.deepcopy(model)
     fully_shard(theirs, mesh=mesh, mp_policy=policy)
     dp_compile.replicate(model, device_mesh=mesh, config=AOT, mp_policy=policy)
     if factor is not None:
-        model.set_gradient_divide_factor(factor)  # type: ignore[operator]
+        model.set_gradient_divide_factor(factor)
         theirs.set_gradient_divide_factor(factor)
         theirs.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     ours = model if way == "not compiled" else compile_whole(model)
@@ -143,9 +132,7 @@ def run_beside_fsdp(way: str, wire: torch.dtype | None, factor: float | None, ex
         ("captured", None, 6.0, False),  # we multiply before the sum, they divide after it
     ],
 )
-def test_as_fsdps_hybrid_sharding(
-    meshed: Ranks, way: str, wire: torch.dtype | None, factor: float | None, exact: bool
-) -> None:
+def test_as_fsdps_hybrid_sharding(meshed, way, wire, factor, exact):
     for rank, report in enumerate(meshed.run(run_beside_fsdp, way, wire, factor, exact)):
         is_captured = way == "captured" or (way == "hooks on some ranks" and rank in (1, 2))
         assert report.backwards == {"captured" if is_captured else "eager hooks": 3}

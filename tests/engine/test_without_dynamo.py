@@ -5,14 +5,10 @@ Dynamo would have noticed: other inputs, another state of torch, code of the use
 something else now.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 import random
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -30,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def without(monkeypatch):
     """How many inputs each run without Dynamo had."""
-    runs: list[int] = []
+    runs = []
     run = compilation._Plain.run
 
-    def counted(self: compilation._Plain, inputs: list[Any]) -> Any:
+    def counted(self, inputs):
         runs.append(len(inputs))
         return run(self, inputs)
 
@@ -44,12 +40,12 @@ def without(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+def graphs(monkeypatch):
     """What was compiled, by Dynamo or in its place."""
-    seen: list[fx.Graph] = []
+    seen = []
     compile_whole = compilation.CompiledBackward._compile_whole
 
-    def noted(self: compilation.CompiledBackward, graph_module: fx.GraphModule, inputs: Any) -> Any:
+    def noted(self, graph_module, inputs):
         seen.append(copied(graph_module.graph))
         return compile_whole(self, graph_module, inputs)
 
@@ -57,19 +53,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     return seen
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph):
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
 
 
 @pytest.fixture
-def dynamos(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def dynamos(monkeypatch):
     """How often Dynamo was asked to trace a backward."""
-    asked: list[int] = []
+    asked = []
     make = compilation.CompiledBackward._make
 
-    def noted(self: compilation.CompiledBackward, inputs: Any) -> Any:
+    def noted(self, inputs):
         made = make(self, inputs)
         asked.extend([] if isinstance(made, compilation._Plain) else [1])
         return made
@@ -78,7 +74,7 @@ def dynamos(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def net() -> nn.Sequential:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
 
@@ -86,11 +82,11 @@ def net() -> nn.Sequential:
 X = torch.linspace(-1, 1, 18).view(3, 6)
 
 
-def backward(model: Any, x: torch.Tensor = X) -> None:
+def backward(model, x=X):
     model(x).square().sum().backward()
 
 
-def assert_plain_gradients(model: nn.Module, x: torch.Tensor = X) -> None:
+def assert_plain_gradients(model, x=X):
     twin = net()
     twin.load_state_dict(model.state_dict())
     backward(twin, x)
@@ -98,14 +94,13 @@ def assert_plain_gradients(model: nn.Module, x: torch.Tensor = X) -> None:
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
-    torch._dynamo.reset()
+def model():
     made = dp_compile.replicate(net(), config=AOT)
     yield made
     dp_compile.unreplicate(made)
 
 
-def test_another_state_of_torch(model: nn.Module, without: list[int]) -> None:
+def test_another_state_of_torch(model, without):
     """Dynamo looks at it, and compiles again; a state that is as it was needs no look again."""
     run = compile_whole(model)
     for _ in range(2):
@@ -130,34 +125,31 @@ class Scale(torch.autograd.Function):
     """Its backward multiplies by what a variable of this module says now."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x * factor
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         return grad * factor
 
 
 factor = 1.0
 
 
-def post_hook(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
+def post_hook(parameter):
     parameter.grad.mul_(factor)
 
 
 @pytest.mark.parametrize("what", ["post-accumulate hook", "hook on a tensor", "autograd function"])
-def test_code_of_the_user_s_that_changes(
-    model: nn.Sequential, without: list[int], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_the_user_s_that_changes(model, without, what, monkeypatch):
     """Dynamo sees that a variable which the code reads has another value; nothing else would."""
     if what == "post-accumulate hook":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(post_hook)
     compiled = compile_whole(model)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = compiled(x)
+    def run(x):
+        out = compiled(x)
         if what == "hook on a tensor":
             out.register_hook(lambda grad: grad * factor)
         return Scale.apply(out) / factor if what == "autograd function" else out
@@ -181,9 +173,8 @@ takes_existing = pytest.mark.skipif(
 
 
 @takes_existing
-def test_gradients_in_each_other_s_memory(without: list[int]) -> None:
+def test_gradients_in_each_other_s_memory(without):
     """Code that adds in place is for gradients that do not overlap; others are added to as plain autograd does."""
-    torch._dynamo.reset()
     twin = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
     model = copy.deepcopy(twin)
     dp_compile.replicate(model[2], config=AOT)
@@ -203,10 +194,7 @@ def test_gradients_in_each_other_s_memory(without: list[int]) -> None:
     dp_compile.unreplicate(model[2])
 
 
-# --- what Dynamo would have made of it ------------------------------------------------------------------------------
-
-
-def lines(graph: fx.Graph) -> list[str]:
+def lines(graph):
     """A graph without the names of its nodes, nor the places where something is taken out of a list."""
     found, names = list[str](), dict[fx.Node, str]()
     for node in graph.nodes:
@@ -227,38 +215,38 @@ def lines(graph: fx.Graph) -> list[str]:
 class Blocks(nn.Module):
     """Two that are compiled by themselves, and code between and after them that is not."""
 
-    def __init__(self, *, unused: bool = False) -> None:
+    def __init__(self, *, unused=False):
         super().__init__()
         self.first, self.last = net(), net()
         self.scale = nn.Parameter(torch.ones(6))
         if unused:
             self.unused = nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.first(x).relu() * self.scale)
+    def forward(self, x):
+        out = self.last(self.first(x).relu() * self.scale)
         return nn.functional.log_softmax(out, -1)
 
 
-def compiled_blocks(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def compiled_blocks(model):
     for block in (model.first, model.last):
         block.compile(backend="aot_eager")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Attention(nn.Module):
     """Its backward makes zeros, and numbers in other dtypes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table, self.inner = nn.Embedding(7, 6), nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         tokens = (x > 0).long().sum(1, keepdim=True).expand(-1, 4)
-        hidden: torch.Tensor = self.inner(self.table(tokens))
+        hidden = self.inner(self.table(tokens))
         return nn.functional.linear(hidden.double().float(), self.table.weight)
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+KINDS = {
     "with eager code": (Blocks, compiled_blocks, {}),
     "attention": (Attention, compile_whole, {}),
     "unused": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
@@ -269,12 +257,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=takes_existing if "accumulating" in kind else ()) for kind in KINDS]
 )
-def test_the_graph_is_dynamos(
-    kind: str, graphs: list[fx.Graph], dynamos: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_graph_is_dynamos(kind, graphs, dynamos, monkeypatch):
     """Node for node; and what comes of it goes to the same places."""
     make, how, options = KINDS[kind]
-    gradients: list[list[torch.Tensor | None]] = []
+    gradients = []
     for by_dynamo in (False, True):
         if by_dynamo:
             monkeypatch.delattr(compilation, "check_plain")
@@ -303,16 +289,15 @@ def test_the_graph_is_dynamos(
 
 
 class Complex(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6, dtype=torch.complex64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.view_as_real(x * self.weight)
 
 
-def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
-    torch._dynamo.reset()
+def test_complex_gradients_are_traced_by_dynamo(dynamos):
     model = dp_compile.replicate(Complex(), config=AOT)
     for _ in range(2):
         model.zero_grad()
@@ -322,12 +307,12 @@ def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
     dp_compile.unreplicate(model)
 
 
-def test_other_threads_are_kept_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_are_kept_out(model, monkeypatch):
     """No thread compiles meanwhile, and one that runs compiled code is not in a trace (torch 2.13)."""
-    seen: list[tuple[bool, bool]] = []
+    seen = []
     compile_graph = compilation.CompiledBackward._compile_with_passes
 
-    def look(self: compilation.CompiledBackward, *args: Any) -> Any:
+    def look(self, *args):
         with ThreadPoolExecutor(1) as other:
             seen.append((other.submit(compile_lock.acquire, False).result(), torch.compiler.is_compiling()))
         return compile_graph(self, *args)
@@ -337,7 +322,7 @@ def test_other_threads_are_kept_out(model: nn.Module, monkeypatch: pytest.Monkey
     assert seen == [(False, hasattr(torch.compiler, "_compile_session_context"))]
 
 
-def test_a_stance_against_compiling_is_kept(model: nn.Module, dynamos: list[int]) -> None:
+def test_a_stance_against_compiling_is_kept(model, dynamos):
     run = compile_whole(model)
     loss = run(X).square().sum()
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="fail_on_recompile"):
@@ -345,7 +330,7 @@ def test_a_stance_against_compiling_is_kept(model: nn.Module, dynamos: list[int]
     assert len(dynamos) == 1
 
 
-def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
+def test_compiling_draws_no_random_numbers(model):
     run = compile_whole(model)
     loss = run(X).square().sum()
     torch.manual_seed(1)
@@ -357,14 +342,11 @@ def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
     assert drawn == (torch.rand(1).item(), random.random())
 
 
-# --- what Dynamo would ask, and where results go --------------------------------------------------------------------
-
-
 class Sub(torch.Tensor):
     pass
 
 
-def test_what_fits_is_what_dynamo_would_guard_on() -> None:
+def test_what_fits_is_what_dynamo_would_guard_on():
     tensors = [torch.ones(3, 4), torch.ones(2, requires_grad=True)]
     fits = dynamo.Fits(tensors)
     assert fits([torch.zeros(3, 4), torch.zeros(2, requires_grad=True)])
@@ -388,23 +370,22 @@ def test_what_fits_is_what_dynamo_would_guard_on() -> None:
 class Positions(nn.Module):
     """Its backward starts from zeros and from positions: calls that are given no tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.position = nn.Embedding(6, 6)
         self.last = nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(x + self.position(torch.arange(len(x))))
-        return result
+    def forward(self, x):
+        return self.last(x + self.position(torch.arange(len(x))))
 
 
-def gradients_of(model: nn.Module, compiled: Any) -> list[torch.Tensor]:
+def gradients_of(model, compiled):
     torch.manual_seed(4)
     compiled(torch.randn(4, 6)).square().mean().backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_a_forward_that_torch_saved_gives_the_same_gradients(fake_group: dist.ProcessGroup) -> None:
+def test_a_forward_that_torch_saved_gives_the_same_gradients(fake_group):
     """Plain `torch.compile` ran first: entries of AOTAutograd's cache have constants for calls without a tensor."""
     with fresh_cache():
         expected = Positions()

@@ -4,8 +4,6 @@ Models are small and share shapes: compile time is the budget, and the second pa
 `task.rehearse` the same functions run on a CPU with smaller sizes, and only what needs a device says so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib
@@ -17,16 +15,13 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dp_compile
 from dp_compile.bench import reference, simulated_group
-from dp_compile.bench.contract import Batch, Trainer, Workload
+from dp_compile.bench.contract import Workload
 from dp_compile.bench.modes import mode as mode_of
 from dp_compile.bench.modes.loop import Loop
 from dp_compile.bench.modes.peers import wrap
@@ -65,7 +60,7 @@ FREE = AllReduceCost(1e-6, 0.0)
 # --- what the experiments share -------------------------------------------------------------------------------------
 
 
-def device_of(task: Task) -> torch.device:
+def device_of(task):
     """This rank's GPU; all ranks have the same one if there is only one."""
     if task.rehearse:
         return torch.device("cpu")
@@ -73,11 +68,8 @@ def device_of(task: Task) -> torch.device:
     return torch.device("cuda", task.rank % task.gpus)
 
 
-def open_group(task: Task, backend: str = "", timeout_s: float = GROUP_TIMEOUT_S) -> torch.device:
-    """The default process group of this role's ranks. `backend`: NCCL, or in a rehearsal what stands for it.
-
-    `device_id` is always given: from torch 2.15 on NCCL takes the device of the global rank otherwise.
-    """
+def open_group(task, backend="", timeout_s=GROUP_TIMEOUT_S):
+    """The group of this role's ranks, with `device_id`: from torch 2.15 on NCCL would take the global rank's device."""
     device, backend = device_of(task), backend or ("stand-in" if task.rehearse else "nccl")
     if backend == "stand-in":
         import nccl_stand_in
@@ -94,35 +86,35 @@ def open_group(task: Task, backend: str = "", timeout_s: float = GROUP_TIMEOUT_S
     return device
 
 
-def open_simulated_group(task: Task, ranks: int) -> torch.device:
+def open_simulated_group(task, ranks):
     """This process is one of so many ranks, and a collective takes next to no time."""
     os.environ.update(simulated_group.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=ranks)
     return device_of(task)
 
 
-def set_cost(cost: AllReduceCost) -> None:
+def set_cost(cost):
     """What a collective of the simulated network takes from now on."""
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
     group.cost = cost
 
 
-def synchronize() -> None:
+def synchronize():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def gpt(task: Task, losses: list[torch.Tensor]) -> Workload:
+def gpt(task, losses):
     """A GPT in bfloat16; `losses` gets the loss of each batch, computed in float32."""
     config = GPT_REHEARSED if task.rehearse else GPT_ON_A_GPU
 
-    def loss(call: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
+    def loss(call, batch):
         inputs, targets = batch
         found = F.cross_entropy(call(inputs).float().flatten(0, -2), targets.flatten())
         losses.append(found.detach())
         return found
 
-    def batch(generator: torch.Generator) -> Batch:
+    def batch(generator):
         shape = 2 if task.rehearse else 4, config.context + 1
         tokens = torch.randint(0, config.vocabulary, shape, generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -133,19 +125,19 @@ def gpt(task: Task, losses: list[torch.Tensor]) -> Workload:
 class Training:
     """That GPT, trained by a mode of `dp_compile.bench`, or by what `prepare` makes of its workload."""
 
-    def __init__(self, task: Task, mode: str, prepare: Callable[[Workload], Trainer] | None = None) -> None:
-        self._losses: list[torch.Tensor] = []
+    def __init__(self, task, mode, prepare=None):
+        self._losses = []
         workload = gpt(task, self._losses)
         if prepare is None:
-            made: Any = mode_of(mode)
+            made = mode_of(mode)
             # A rehearsal generates no code: that takes a CPU half a minute for each mode, and tests do it.
             quick = task.rehearse and hasattr(made, "backend")
             prepare = (replace(made, backend="aot_eager") if quick else made).prepare
-        self.trainer: Any = prepare(workload)
-        self.model: nn.Module = getattr(self.trainer, "model", nn.Module())
+        self.trainer = prepare(workload)
+        self.model = getattr(self.trainer, "model", nn.Module())
         self._batches = reference.batches(workload, task.rank)
 
-    def steps(self, count: int) -> float:
+    def steps(self, count):
         """Seconds a step."""
         batches = [next(self._batches) for _ in range(count)]
         synchronize()
@@ -155,14 +147,14 @@ class Training:
         synchronize()
         return (time.perf_counter() - begin_s) / count
 
-    def losses(self) -> list[float]:
+    def losses(self):
         """Those of all steps since the last call."""
         found = [float(each) for each in self._losses]
         self._losses.clear()
         return found
 
 
-def in_turns(task: Task, rounds: int, work: Callable[[int], Any]) -> None:
+def in_turns(task, rounds, work):
     """`work(round)` on all ranks of one role after the other: what is timed has the GPU for itself."""
     for number in range(rounds):
         turn = number * len(task.roles) + task.roles.index(task.role)
@@ -173,14 +165,14 @@ def in_turns(task: Task, rounds: int, work: Callable[[int], Any]) -> None:
         task.publish(f"turn.{turn}.{task.rank}", True)
 
 
-def ms(seconds: float) -> str:
+def ms(seconds):
     return f"{seconds * 1e3:.3g} ms"
 
 
 # --- G1: a step and those of peers ----------------------------------------------------------------------------------
 
 
-def g1(task: Task) -> None:
+def g1(task):
     """Processes train the same GPT, one by each mode, and take turns to be timed; "ours" compares."""
     steps, rounds, each = (5, 2, 3) if task.rehearse else (20, 5, 10)
     # A rank alone has the gradients of plain compile; several have their average.
@@ -218,11 +210,8 @@ def g1(task: Task) -> None:
 # --- G2: the table of features --------------------------------------------------------------------------------------
 
 
-def g2(task: Task) -> None:
-    """Each feature with two ranks. A role is a backend and a way: captured or eager.
-
-    A feature that raises ends the process: the ranks are not at the same place any more.
-    """
+def g2(task):
+    """Each feature with two ranks; a role is a backend and a way. A feature that raises ends the process."""
     from features import CAPTURED, FEATURES, run_feature
 
     backend, way = task.role.split()
@@ -261,7 +250,7 @@ def g2(task: Task) -> None:
 FAULT_STEP = 4
 
 
-def g3(task: Task) -> None:
+def g3(task):
     """One case, on two ranks: rank 1 is killed in a backward, or skips a step. `judge_g3` reads what rank 0 printed."""
     timeout_s = 10.0 if task.rehearse else 20.0
     task.publish(f"ready.{task.role}.{task.rank}", True)  # else a slow import of the other rank counts
@@ -293,7 +282,7 @@ def g3(task: Task) -> None:
 # --- G4: compute-sanitizer ------------------------------------------------------------------------------------------
 
 
-def g4(task: Task) -> None:
+def g4(task):
     """One step of a three-layer model: "plain" fills the cache, then once for each tool; `judge_g4` reads logs."""
     if task.role == "plain":
         eager = "the step that is checked has eager gradients"
@@ -307,12 +296,12 @@ def g4(task: Task) -> None:
     model = nn.Sequential(*layers).to(device)
     x = torch.randn(64, 256, device=device)
     model(x).square().mean().backward()
-    expected: list[Any] = [parameter.grad for parameter in model.parameters()]
+    expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     backend = "aot_eager" if task.rehearse else "inductor"
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend=backend, bucket_cap_mb=0.3))
     torch.compile(model, backend=backend)(x).square().mean().backward()
-    found: list[Any] = [parameter.grad for parameter in model.parameters()]
+    found = [parameter.grad for parameter in model.parameters()]
     synchronize()
     furthest = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
     if task.role == "plain":
@@ -323,7 +312,7 @@ def g4(task: Task) -> None:
 # --- G5: overlap ----------------------------------------------------------------------------------------------------
 
 
-def g5(task: Task) -> None:
+def g5(task):
     """A role is `MODE@RANKS`: a mode on a simulated network of so many ranks. `ours@nccl`: on the real one."""
     mode, _, ranks = task.role.partition("@")
     if ranks == "nccl":
@@ -352,20 +341,17 @@ def g5(task: Task) -> None:
         task.record(claim, MEASURED, "; ".join(texts))
 
 
-def _timed_on_networks(
-    task: Task, training: Training, ratios: Sequence[float]
-) -> tuple[dict[float, AllReduceCost], dict[float, list[float]]]:
-    """By ratio of communication to compute: the cost of a collective, and seconds a step. 0: a network for free.
+def _timed_on_networks(task, training, ratios):
+    """By ratio of communication to compute, of our measured backward: the cost of a collective, and seconds a step.
 
-    The first turns are without a network; ours measures its backward then, which the ratios are of: all gradients in
-    one collective take `ratio` times that.
+    0 is a network for free, on which the first turns are.
     """
     each, rounds = (3, 2) if task.rehearse else (5, 3)
-    times: dict[float, list[float]] = {0.0: []} | {ratio: [] for ratio in ratios}
-    costs: dict[float, AllReduceCost] = {}
+    times = {0.0: []} | {ratio: [] for ratio in ratios}
+    costs = {}
     mode, _, ranks = task.role.partition("@")
 
-    def work(number: int) -> None:
+    def work(number):
         set_cost(FREE)
         times[0.0].append(training.steps(each))
         if number == 0 and mode == "ours":
@@ -376,7 +362,6 @@ def _timed_on_networks(
             text = task.read(f"step.{ranks}", of=f"ours@{ranks}.0")
             assert text is not None, "our own mode ended without a measured backward"
             step = Step.from_json(text)
-            assert step.measured is not None
             seconds, latency_s = step.measured.compute_s, 10e-6 + (int(ranks) - 1) * 1e-6
             costs.update({ratio: AllReduceCost(latency_s, ratio * seconds / step.plan.nbytes) for ratio in ratios})
         for ratio, cost in costs.items():
@@ -388,7 +373,7 @@ def _timed_on_networks(
     return costs, times
 
 
-def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost, claim: str, *, is_kept: bool) -> None:
+def _predicted_and_measured(task, training, cost, claim, *, is_kept):
     """Predicted from the step on a free network, measured from a trace of `torch.profiler` on this one."""
     step = replace(dp_compile.step_of(training.model), cost=cost)
     activities = [ProfilerActivity.CPU] if task.rehearse else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -404,12 +389,12 @@ def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost,
     task.record(claim, MEASURED if task.rehearse else error <= 0.05, figure)
 
 
-def _compared(predicted_s: float, measured_s: float, step_s: float) -> tuple[float, str]:
+def _compared(predicted_s, measured_s, step_s):
     error = abs(predicted_s - measured_s) / step_s
     return error, f"predicted {ms(predicted_s)}, measured {ms(measured_s)} of a step of {ms(step_s)}: {error:.1%}"
 
 
-def _g5_on_the_real_network(task: Task) -> None:
+def _g5_on_the_real_network(task):
     """Predicted with what `calibrate()` measured, and measured, with one rank for each GPU."""
     claim = f"{task.ranks} GPUs: exposed time as predicted from calibrate(), within 5 % of the step"
     if task.rank == 0:
@@ -420,66 +405,14 @@ def _g5_on_the_real_network(task: Task) -> None:
     with dp_compile.measure(training.model):
         training.steps(5)
     step = dp_compile.step_of(training.model)
-    assert step.measured is not None
     step_s = training.steps(10)
     if task.rank == 0:
         error, figure = _compared(replace(step, cost=cost).exposed_s, step.measured.exposed_s, step_s)
         task.record(claim, error <= 0.05, f"{figure}; an all-reduce takes {cost}")
 
 
-# --- G6: what a collective takes from compute -----------------------------------------------------------------------
-
-
-def g6(task: Task) -> None:
-    """Products in GPT's shapes alone, and while so many blocks copy; on a CPU the blocks are threads."""
-    claims = {n: f"products while {n} blocks copy: slow-down" for n in ((1,) if task.rehearse else (4, 8, 16, 32))}
-    task.planned(*claims.values())
-    device = device_of(task)
-    rows, width, nbytes = (256, 64, 2**20) if task.rehearse else (8192, 768, 2**28)
-    x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-    weights = [torch.randn(width, 4 * width, device=device, dtype=torch.bfloat16) for _ in range(4)]
-    source = torch.ones(nbytes // 4, device=device)
-    target = torch.zeros_like(source)
-
-    def products() -> None:
-        for _ in range(10):
-            for weight in weights:
-                (x @ weight) @ weight.t()
-
-    _seconds_of(products)
-    alone_s = _seconds_of(products)
-    for blocks, claim in claims.items():
-        _copy(source, target, blocks, 1)()  # compiles, and wakes the device up
-        copy_s = _seconds_of(lambda blocks=blocks: _copy(source, target, blocks, 1)())
-        end = _copy(source, target, blocks, 1 + int(1.5 * alone_s / copy_s))
-        under_s = _seconds_of(products)
-        end()
-        rate = f"the copy reads {nbytes / copy_s / 1e9:.0f} GB/s"
-        task.record(claim, MEASURED, f"{under_s / alone_s:.3f} ({ms(alone_s)} alone); {rate}")
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor, blocks: int, turns: int) -> Callable[[], None]:
-    """Begin to copy by so many blocks, on another stream, or by a thread. Returns what waits for the end."""
-    device = source.device
-    if device.type == "cpu":
-        thread = threading.Thread(target=lambda: [target.copy_(source) for _ in range(turns)])
-        thread.start()
-        return thread.join
-    import copies
-
-    stream = torch.cuda.Stream(device, priority=-1)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        copies.copy(source, target, blocks, turns)
-    return lambda: torch.cuda.current_stream(device).wait_stream(stream)
-
-
-def _seconds_of(work: Callable[[], object]) -> float:
-    """On the current stream of a GPU, or of the host."""
-    if not torch.cuda.is_available():
-        begin_s = time.perf_counter()
-        work()
-        return time.perf_counter() - begin_s
+def _seconds_of(work):
+    """On the current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
@@ -491,7 +424,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
 # --- G7: memory -----------------------------------------------------------------------------------------------------
 
 
-def g7(task: Task) -> None:
+def g7(task):
     """Two processes: ours, and compiled DDP whose gradients are views of its buckets. "ours" compares."""
     steps, is_ours = 5 if task.rehearse else 50, task.role == "ours"
     growth = f"{task.role}: no growth of allocated memory over {steps} steps"
@@ -501,7 +434,7 @@ def g7(task: Task) -> None:
     task.planned(*claims)
     open_group(task)
 
-    def ddp(workload: Workload) -> Trainer:
+    def ddp(workload):
         backend = "aot_eager" if task.rehearse else "inductor"
         wrapped = lambda model: wrap(model, None, gradient_as_bucket_view=True)  # noqa: E731
         return Loop(workload, lambda model: torch.compile(wrapped(model), backend=backend))
@@ -531,7 +464,7 @@ def g7(task: Task) -> None:
 # --- G8: CUDA graphs ------------------------------------------------------------------------------------------------
 
 
-def g8(task: Task) -> None:
+def g8(task):
     """A small model, one rank. "graph": its whole step in one CUDA graph; "reduce-overhead": Inductor's own graphs."""
     replays, is_graph = 100, task.role == "graph"
     claim = 'mode="reduce-overhead", accumulation: parameters equal to the bit after 10 steps'
@@ -543,7 +476,7 @@ def g8(task: Task) -> None:
     device = open_group(task)
     x = torch.randn(64, 256, device=device)
 
-    def made(**options: Any) -> tuple[nn.Module, Callable[[], None]]:
+    def made(**options):
         torch.manual_seed(0)
         model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(256, 256), nn.GELU()))).to(device)
         # What waits for the host cannot be recorded.
@@ -551,7 +484,7 @@ def g8(task: Task) -> None:
         compiled = torch.compile(model, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-        def step() -> None:
+        def step():
             optimizer.zero_grad(set_to_none=True)
             with dp_compile.no_sync(model):
                 for _ in range(0 if is_graph else 2):
@@ -587,7 +520,7 @@ def g8(task: Task) -> None:
 # --- G9: the start of a process -------------------------------------------------------------------------------------
 
 
-def g9(task: Task) -> None:
+def g9(task):
     """A role is `MODE cold` or `MODE warm`: a process that takes three steps, in a cache that is empty or full."""
     mode, when = task.role.split()
     claim = f"{when} start, {mode}: seconds until three steps are done"
@@ -602,7 +535,7 @@ def g9(task: Task) -> None:
     task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ends_s[0]:.1f}, steps {steps})")
 
 
-def main(text: str) -> None:
+def main(text):
     task = Task(**json.loads(text))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a runner that was killed cannot end its processes
     torch.set_num_threads(1 if task.rehearse else 4)
@@ -614,9 +547,7 @@ def main(text: str) -> None:
         getattr(importlib.import_module(module), function)()
     status = 0
     try:
-        {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9}[task.experiment](
-            task
-        )
+        {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G7": g7, "G8": g8, "G9": g9}[task.experiment](task)
     except Exception:
         traceback.print_exc()
         status = 1

@@ -9,16 +9,13 @@ bits in float32: a sum of two is the same in any order. Where bits cannot be the
 `LOOSE` holds for more than two ranks, and for Inductor, whose kernels round otherwise.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
 
 import numpy as np
 import torch
@@ -37,14 +34,14 @@ import dp_compile
 from dp_compile import averaging
 from dp_compile.decentralized import decentralize
 
-STEPS: Final = 10
-WIDTH: Final = 16
-SMALL_MB: Final = 1e-3  # a bucket holds the gradients of one layer, so there are several
-EXACT: Final = 0.0
-LOOSE: Final = 2e-5
+STEPS = 10
+WIDTH = 16
+SMALL_MB = 1e-3  # a bucket holds the gradients of one layer, so there are several
+EXACT = 0.0
+LOOSE = 2e-5
 """Largest difference of an element after all steps, where sums may be added up in another order."""
 CAPTURED, EAGER = "captured", "eager"
-_WAYS: Final = {CAPTURED: "captured", EAGER: "eager hooks"}  # what the report calls them
+_WAYS = {CAPTURED: "captured", EAGER: "eager hooks"}  # what the report calls them
 BF16, F16 = torch.bfloat16, torch.float16
 
 
@@ -58,23 +55,23 @@ class Place:
     replicated: list[nn.Module] = field(default_factory=list)
 
     @property
-    def tolerance(self) -> float:
+    def tolerance(self):
         """Of float32, where a feature has no other."""
         return EXACT if dist.get_world_size() == 2 and self.compiler == "aot_eager" else LOOSE
 
-    def is_eager(self) -> AbstractContextManager[object]:
+    def is_eager(self):
         """Backwards inside are not captured, if this is the eager way: torch's compiled autograd is off then."""
         return nullcontext() if self.way == CAPTURED else torch.autograd.detect_anomaly(check_nan=False)
 
-    def config(self, **options: Any) -> dp_compile.ReplicateConfig:
+    def config(self, **options):
         return dp_compile.ReplicateConfig(**{"backend": self.compiler, "bucket_cap_mb": SMALL_MB} | options)
 
-    def batch(self, number: int) -> torch.Tensor:
+    def batch(self, number):
         """Of this rank in a step."""
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         return torch.randn(8, WIDTH, generator=generator).to(self.device)
 
-    def net(self) -> Net:
+    def net(self):
         torch.manual_seed(0)
         return Net().to(self.device)
 
@@ -87,7 +84,7 @@ class Difference:
     tolerance: float
     name: str = ""
 
-    def __str__(self) -> str:
+    def __str__(self):
         if self.name:
             return f"{self.name} differs, the largest difference is {self.largest:.3g}, allowed is {self.tolerance:g}"
         return "equal bits" if self.largest == 0 else f"within {self.tolerance:g}"
@@ -111,18 +108,18 @@ class Feature:
     ways: tuple[str, ...] = (CAPTURED, EAGER)
 
 
-FEATURES: Final[dict[str, Feature]] = {}
+FEATURES = {}
 
 
-def _feature(name: str, **options: Any) -> Callable[[Run], Run]:
-    def add(run: Run) -> Run:
+def _feature(name, **options):
+    def add(run):
         FEATURES[name] = Feature(run, **options)
         return run
 
     return add
 
 
-def run_feature(feature: Feature, device: torch.device, way: str, compiler: str = "aot_eager") -> Difference:
+def run_feature(feature, device, way, compiler="aot_eager"):
     """Run a feature in the default process group; every rank calls it. After an error that group is of no use."""
     torch._dynamo.reset()
     place = Place(device, compiler, way)
@@ -142,17 +139,17 @@ def run_feature(feature: Feature, device: torch.device, way: str, compiler: str 
 class Net(nn.Module):
     """Layers of one shape, a norm and a head: most features train this, so that compiled code is found again."""
 
-    def __init__(self, *, tied: bool = False, spare: bool = False, batch_norm: bool = False) -> None:
+    def __init__(self, *, tied=False, spare=False, batch_norm=False):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if batch_norm else nn.LayerNorm(WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if batch_norm else nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH)
         if spare:
             self.spare = nn.Linear(WIDTH, WIDTH)
         if tied:
             self.head.weight = self.layers[0].weight
 
-    def forward(self, x: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
+    def forward(self, x, use_spare=False):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         if use_spare:
@@ -163,19 +160,19 @@ class Net(nn.Module):
 class Convolutions(nn.Module):
     """Gradients that the plan leaves out of their bucket's memory, and reduces with it in one launch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
         self.head = nn.Linear(4, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.second(torch.tanh(self.first(x.view(len(x), 4, 2, 2)))).mean((2, 3)))
 
 
-sgd: Final = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+def loss_of(outputs):
     return (outputs.float() - 1).square().mean()
 
 
@@ -199,31 +196,29 @@ class Pair:
 
     def __init__(
         self,
-        place: Place,
-        build: Callable[[], nn.Module] = Net,
+        place,
+        build=Net,
         *,
-        make: Callable[[Any], torch.optim.Optimizer] = sgd,
-        config: Mapping[str, Any] | None = None,
-        ddp: Mapping[str, Any] | None = None,
-        reference: Callable[[nn.Module], Any] | None = None,
-        hook: tuple[Callable[[], Any] | None, Callable[[], Any] | None] = (None, None),
-        in_backward: Mapping[str, Any] | None = None,
-        max_norm: float | None = None,
-        scaled: bool = False,
-        set_to_none: bool = True,
-        inputs: Callable[[int], tuple[Any, ...]] = lambda number: (),
-        micro: int = 1,
-        autocast: torch.dtype | None = None,
-        levels: bool = False,
-        **options: Any,
-    ) -> None:
+        make=sgd,
+        config=None,
+        ddp=None,
+        reference=None,
+        hook=(None, None),
+        in_backward=None,
+        max_norm=None,
+        scaled=False,
+        set_to_none=True,
+        inputs=lambda number: (),
+        micro=1,
+        autocast=None,
+        levels=False,
+        **options,
+    ):
         self.place, self.max_norm, self.set_to_none, self.backwards = place, max_norm, set_to_none, 0
         self.inputs, self.micro, self.autocast, self.in_backward = inputs, micro, autocast, in_backward or {}
         torch.manual_seed(0)
-        self.ours: Any = build().to(place.device)
-        self.theirs: Any = (reference or functools.partial(DistributedDataParallel, **(ddp or {})))(
-            copy.deepcopy(self.ours)
-        )
+        self.ours = build().to(place.device)
+        self.theirs = (reference or functools.partial(DistributedDataParallel, **(ddp or {})))(copy.deepcopy(self.ours))
         with torch.no_grad():
             for parameter in self.ours.parameters():
                 parameter.add_(dist.get_rank())  # replicate() has to undo this
@@ -245,7 +240,7 @@ class Pair:
             backend = "dp_compile" if in_backward.get("overlap_forward") else backend
         self.run = torch.compile(self.ours, backend=backend)
 
-    def backward(self, number: int, *inputs: Any, sync: bool = True, factor: float = 1.0) -> None:
+    def backward(self, number, *inputs, sync=True, factor=1.0):
         """Of both. `factor`: of this rank's loss."""
         x = self.place.batch(number)
         for run, scaler in ((self.run, self.scalers[0]), (self.theirs, self.scalers[1])):
@@ -258,7 +253,7 @@ class Pair:
                 (scaler.scale(loss_of(run(x, *inputs))) * factor).backward()
         self.backwards += sync
 
-    def step(self) -> None:
+    def step(self):
         self.scalers[1].unscale_(self.other)
         if self.max_norm is not None:  # ours is clipped in its backward
             nn.utils.clip_grad_norm_(self.theirs.parameters(), self.max_norm)
@@ -267,7 +262,7 @@ class Pair:
             scaler.update()
             optimizer.zero_grad(set_to_none=self.set_to_none)
 
-    def train(self, before_step: Callable[[Pair], object] = lambda _: None) -> Pair:
+    def train(self, before_step=lambda _: None):
         is_last = dist.get_rank() == dist.get_world_size() - 1
         for number in range(STEPS):
             factor = math.inf if self.scalers[0].is_enabled() and number == 4 and is_last else 1.0
@@ -278,7 +273,7 @@ class Pair:
             self.step()
         return self
 
-    def compared(self, tolerance: Tolerance = None, *, states: bool = True) -> Difference:
+    def compared(self, tolerance=None, *, states=True):
         """Parameters, what optimizers of elements remember, and on the first rank buffers, which are its own.
 
         Raises `AssertionError` if scales differ, or if backwards went another way than was asked for.
@@ -307,38 +302,30 @@ class Pair:
         return compared(mine, other, self.place.tolerance if tolerance is None else tolerance)
 
 
-def _pair(
-    name: str,
-    build: Callable[[], nn.Module] = Net,
-    *,
-    tolerance: Tolerance = None,
-    ranks: tuple[int, ...] = (2, 4),
-    needs: str = "",
-    **options: Any,
-) -> None:
+def _pair(name, build=Net, *, tolerance=None, ranks=(2, 4), needs="", **options):
     """A feature that a `Pair` made with these options trains."""
     FEATURES[name] = Feature(lambda place: Pair(place, build, **options).train().compared(tolerance), ranks, needs)
 
 
-def of_half(place: Place) -> float:
+def of_half(place):
     """Two ranks add up to the same bits in half precision, too."""
     return EXACT if place.tolerance == EXACT else 2e-2
 
 
-def of_float16(place: Place) -> float:
+def of_float16(place):
     """Ours divides after the sum: small numbers keep bits that torch's hook loses."""
     return max(1e-5, of_half(place))
 
 
-def rounding(place: Place) -> float:
+def rounding(place):
     return max(1e-6, place.tolerance)
 
 
-def named(tensors: Any) -> dict[str, torch.Tensor]:
+def named(tensors):
     return {name: each.full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in tensors}
 
 
-def remembered(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def remembered(module, optimizer):
     """The state of an optimizer, by parameter and name."""
     return named(
         (f"{key} of {name}", value)
@@ -348,13 +335,13 @@ def remembered(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     )
 
 
-def by_index(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def by_index(state_dict):
     """The state of an optimizer, by the index of its parameter and name."""
     states = state_dict["state"].items()
     return {f"{key} of parameter {index}": value for index, each in states for key, value in each.items()}
 
 
-def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> Difference:
+def compared(mine, other, tolerance):
     """By name, NaN is different from everything. Raises if names or shapes are not the same."""
     assert mine.keys() == other.keys(), f"only one of both has {', '.join(sorted(mine.keys() ^ other.keys()))}"
     largest, first = 0.0, ""
@@ -369,21 +356,17 @@ def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 # --- buckets and gradients ----------------------------------------------------------------------------------------
 
-_SPARE: Final = functools.partial(Net, spare=True)
-_BATCH_NORM: Final = functools.partial(Net, batch_norm=True)
+_SPARE = functools.partial(Net, spare=True)
+_BATCH_NORM = functools.partial(Net, batch_norm=True)
 
 
-def _frozen() -> nn.Module:
+def _frozen():
     model = Net()
     model.layers[1].requires_grad_(False)
     return model
 
 
-def _synced() -> nn.Module:
-    return nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM())
-
-
-def _spare_is_used(number: int) -> tuple[bool]:
+def _spare_is_used(number):
     """On the first rank, on all, and on none, in turns."""
     return ((dist.get_rank() == 0, True, False)[number % 3],)
 
@@ -394,17 +377,17 @@ _pair("buckets by module", config={"bucket_cap_mb": None}, bucket_policy={nn.Lin
 
 
 @_feature("gradients divided by 3")
-def divided(place: Place) -> Difference:
+def divided(place):
     """No average of the backend's: all is divided by hand. torch's DDP divides by the number of ranks."""
 
-    def halve(pair: Pair) -> None:
+    def halve(pair):
         for parameter in pair.theirs.parameters():
             parameter.grad /= 2
 
     return Pair(place, config={"gradient_divide_factor": 2.0 * dist.get_world_size()}).train(halve).compared()
 
 
-_UNUSED: Final = {"find_unused_parameters": True}
+_UNUSED = {"find_unused_parameters": True}
 _pair("unused parameters are found", _SPARE, ddp=_UNUSED, inputs=_spare_is_used, **_UNUSED)
 _pair("no_sync, 4 backwards a step", micro=4)
 _pair("gradients kept, set_to_none=False", set_to_none=False)
@@ -415,11 +398,11 @@ _pair("tied weights", functools.partial(Net, tied=True))
 _pair("frozen parameters", _frozen)
 _pair("static_graph", _SPARE, static_graph=True, ddp={"static_graph": True})
 _pair("BatchNorm buffers", _BATCH_NORM, tolerance=rounding)
-_pair("SyncBatchNorm", _synced, tolerance=LOOSE, needs="cuda")
+_pair("SyncBatchNorm", lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM()), tolerance=LOOSE, needs="cuda")
 
 
 @_feature("two modules in one backward")
-def two_modules(place: Place) -> Difference:
+def two_modules(place):
     pairs = [Pair(place) for _ in range(2)]
     for number in range(STEPS):
         x = place.batch(number)
@@ -433,7 +416,7 @@ def two_modules(place: Place) -> Difference:
 
 
 @_feature("join(), uneven inputs")
-def joined(place: Place) -> Difference:
+def joined(place):
     module = place.net()
     theirs = DistributedDataParallel(copy.deepcopy(module))
     ours = dp_compile.DistributedDataParallel(module, config=place.config())
@@ -451,11 +434,11 @@ def joined(place: Place) -> Difference:
 
 # --- on the wire --------------------------------------------------------------------------------------------------
 
-_BF16_HOOK: Final = lambda: (None, default_hooks.bf16_compress_hook)  # noqa: E731
-_F16_HOOK: Final = lambda: (None, default_hooks.fp16_compress_hook)  # noqa: E731
-_BF16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}
-_F16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)}
-_ROUNDED: Final = (lambda: (dp_compile.HookState(), Rounded())), (lambda: ({}, as_torch_s))
+_BF16_HOOK = lambda: (None, default_hooks.bf16_compress_hook)  # noqa: E731
+_F16_HOOK = lambda: (None, default_hooks.fp16_compress_hook)  # noqa: E731
+_BF16_WIRE = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}
+_F16_WIRE = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)}
+_ROUNDED = (lambda: (dp_compile.HookState(), Rounded())), (lambda: ({}, as_torch_s))
 
 _pair("bf16 on the wire", config=_BF16_WIRE, hook=(None, _BF16_HOOK), tolerance=of_half)
 _pair("fp16 on the wire", config=_F16_WIRE, hook=(None, _F16_HOOK), tolerance=of_float16)
@@ -465,7 +448,7 @@ _pair("FunctionalHook with state", hook=_ROUNDED, tolerance=of_half)
 
 
 @_feature("torch's powerSGD_hook", ways=(EAGER,))
-def power_sgd(place: Place) -> Difference:
+def power_sgd(place):
     """Not compiled, as the reference: numbers are drawn by bucket, in the order of the first backward."""
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
     make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
@@ -475,11 +458,11 @@ def power_sgd(place: Place) -> Difference:
 
 
 @_feature("QuantizedHook int8, error feedback")
-def quantized(place: Place) -> Difference:
+def quantized(place):
     """Against a formula in NumPy of the gradients of all ranks. A rounding that tips over is sent in the next step."""
     hook, errors = dp_compile.QuantizedHook(torch.int8, 64, min_ndim=0), list[np.ndarray]()
 
-    def reduce(pair: Pair) -> None:
+    def reduce(pair):
         nonlocal errors
         buckets = dp_compile.report(pair.ours).plan.buckets
         (bucket,) = (each for each in buckets if each.key.reduction.hook is not None)
@@ -502,7 +485,7 @@ def quantized(place: Place) -> Difference:
 
 
 @_feature("param_dtype bf16, as FSDP2")
-def mixed_precision(place: Place) -> Difference:
+def mixed_precision(place):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
     reference = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
@@ -515,18 +498,18 @@ _pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, autocast=F16, t
 
 # --- optimizers: the reference has its optimizer whole, which has the same bits as in parts -----------------------
 
-_SHARD: Final = {"shard": True}
-_CLIPPED: Final[dict[str, Any]] = {"max_norm": 0.1, "tolerance": rounding}
+_SHARD = {"shard": True}
+_CLIPPED = {"max_norm": 0.1, "tolerance": rounding}
 _pair("in_backward", in_backward={})
 _pair("shard=True", in_backward=_SHARD)
 
 
 @_feature("shard=True, as ZeroRedundancyOptimizer")
-def sharded_as_zero(place: Place) -> Difference:
+def sharded_as_zero(place):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # loading it uses what torch itself deprecates
 
     # A large `eps`: the sign of a gradient near zero does not decide about a whole step.
-    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    options = {"lr": 0.01, "eps": 1e-3}
     pair = Pair(place, make=functools.partial(torch.optim.AdamW, **options), in_backward=_SHARD)
     pair.other = ZeroRedundancyOptimizer(
         pair.theirs.parameters(), torch.optim.AdamW, parameters_as_bucket_view=False, **options
@@ -546,7 +529,7 @@ _pair("shard=True, overlap_forward=True", in_backward=_SHARD | {"overlap_forward
 
 
 @_feature("averages of parameters, as torch's averager", ways=(EAGER,))
-def averaged(place: Place) -> Difference:
+def averaged(place):
     """No gradient is reduced: nothing to capture."""
     models = [place.net() for _ in range(2)]
     two = averaging.PeriodicModelAverager(2, 1), averagers.PeriodicModelAverager(2, 1)
@@ -562,7 +545,7 @@ def averaged(place: Place) -> Difference:
 
 
 @_feature("decentralize, all ranks mix")
-def decentralized(place: Place) -> Difference:
+def decentralized(place):
     """x(t + 1) = mean of x(t) - lr * gradient at this rank's own x(t)."""
     ours, theirs = place.net(), place.net()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)

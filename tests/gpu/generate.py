@@ -4,8 +4,6 @@ Captures the backward of each case on cuda:0 among eight ranks, lets Inductor ge
 down with its plan, a JSON object by the case's name. Fake tensors go through the graph: no kernel runs.
 """
 
-from __future__ import annotations
-
 import played
 
 if __name__ == "__main__":
@@ -43,46 +41,36 @@ Results = dict[str, dict[str, Any]]
 class Tied(nn.Module):
     """An embedding whose weight is the last layer's too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words, self.body = nn.Embedding(97, 24), nn.Linear(24, 24)
         self.head = nn.Linear(24, 97, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(F.gelu(self.body(self.words(x))))
 
 
-def mlp() -> Subject:
+def mlp():
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU()))), torch.randn(8, 64)
 
 
-def embedding() -> Subject:
+def embedding():
     return nn.Sequential(nn.Embedding(97, 24), nn.Linear(24, 5)), torch.randint(0, 97, (2, 11))
 
 
-def odd() -> Subject:
+def odd():
     layers = (layer for _ in range(2) for layer in (nn.Linear(6, 3), nn.GELU(), nn.LayerNorm(3), nn.Linear(3, 6)))
     return nn.Sequential(*layers), torch.randn(7, 6)
 
 
-def padded() -> Subject:
+def padded():
     return nn.Sequential(nn.Linear(65, 63), nn.GELU(), nn.Linear(63, 65)), torch.randn(64, 65)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is generated, and how.
-
-    Args:
-        make: the model and a batch.
-        cap: of a bucket, in bytes; 0: the planner's choice.
-        dtype: of its parameters.
-        policy: for mixed precision.
-        settings: of Inductor, by their names in torch's config.
-        backwards: so many, each adds to the gradients of those before.
-        nodes: on two levels of network, the ranks in so many nodes; 1: one level.
-    """
+    """`cap`: of a bucket in bytes, 0: the planner's. `settings`: of Inductor. `nodes`: more than 1 are two levels."""
 
     make: Callable[[], Subject]
     cap: int = 0
@@ -111,15 +99,15 @@ CASES = MappingProxyType(
 class Squared(nn.Module):
     """The loss inside the compiled forward: outside, fake tensors would compute on a device."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.inner(x).float().square().mean()
 
 
-def graph_order(graph: torch.fx.Graph) -> str:
+def graph_order(graph):
     """Launches and waits as the passes left them, each wait with its launch's number."""
     launches = [node for node in graph.nodes if is_collective(node)]
     flat = {node: number for number, launch in enumerate(launches) for node in (launch, *launch.users)}
@@ -127,16 +115,16 @@ def graph_order(graph: torch.fx.Graph) -> str:
     return "".join("A" if node in launches else waits.get(node, "") for node in graph.nodes)
 
 
-def result_of(case: Case) -> dict[str, Any]:
+def result_of(case):
     torch._dynamo.reset()
     mode, codes, orders = FakeTensorMode(), list[str](), list[str]()
 
-    def compiled(graph: Any, code: str) -> Callable[[list[Any]], list[Any]]:
+    def compiled(graph, code):
         """What stands for a compiled graph: fake tensors go through the graph."""
         codes.append(code)
         orders.append(graph_order(graph.graph))
 
-        def call(arguments: list[Any]) -> list[Any]:
+        def call(arguments):
             fakes = list(arguments)
             arguments.clear()
             with mode:
@@ -180,7 +168,7 @@ def result_of(case: Case) -> dict[str, Any]:
     }
 
 
-def main(target: str, *names: str) -> None:
+def main(target, *names):
     cast(dict[str, Backend], CLASSES)["FakeProcessGroup"] = FABRIC
     dist.Backend.register_backend("fabric", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group("fabric", store=FakeStore(), rank=0, world_size=RANKS)

@@ -5,8 +5,6 @@ Each experiment of `experiments.py` is a set of processes with one time-out. A p
 again after each experiment, from these lines alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -19,10 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -60,7 +57,7 @@ class Machine:
     patience: float = 1.0
 
     @property
-    def cards(self) -> int:
+    def cards(self):
         """The ranks of experiments on the real network: one for each GPU."""
         return max(1, min(self.gpus, 8))
 
@@ -84,33 +81,33 @@ class Task(Machine):
     begun_s: float = 0.0
 
     @property
-    def results(self) -> Path:
+    def results(self):
         return Path(self.out) / "results.jsonl"
 
-    def planned(self, *claims: str) -> None:
+    def planned(self, *claims):
         """Claims that this process is going to examine. Those without a result at the end are reported too."""
         append(self.results, *({"experiment": self.experiment, "claim": each, "status": PLANNED} for each in claims))
 
-    def record(self, claim: str, status: str | bool, figure: str = "", detail: str = "") -> None:
+    def record(self, claim, status, figure="", detail=""):
         """The result for one claim. A claim of several ranks has passed if it has on each."""
         status = (PASSED if status else FAILED) if isinstance(status, bool) else status
         append(self.results, line(self.experiment, claim, status, figure, detail, role=self.role, rank=self.rank))
 
-    def waiting(self) -> list[str]:
+    def waiting(self):
         """PlanResult claims without a result."""
         return [row["claim"] for row in rows_of(self.results, self.experiment) if row["status"] == PLANNED]
 
-    def publish(self, name: str, value: Any) -> None:
+    def publish(self, name, value):
         """For other processes of the experiment, in a small file: it outlives a process that was killed."""
         part = Path(self.scratch, f"{name}.part{os.getpid()}")
         part.write_text(json.dumps(value))
         part.replace(Path(self.scratch, name))
 
-    def published(self, name: str) -> Any:
+    def published(self, name):
         path = Path(self.scratch, name)
         return json.loads(path.read_text()) if path.exists() else None
 
-    def read(self, name: str, of: str = "") -> Any:
+    def read(self, name, of=""):
         """What was published under this name, once it is there; `None` if `of`, a role and rank, ends without it."""
         while time.time() < self.until_s:
             ended = of and Path(self.scratch, f"ended.{of}").exists()
@@ -133,7 +130,7 @@ class Process:
     may_die: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.role}.{self.rank}"
 
 
@@ -156,17 +153,17 @@ class Experiment:
 # --- the experiments ------------------------------------------------------------------------------------------------
 
 
-def roles(*names: str, ranks: int = 1, **given: Any) -> list[Process]:
+def roles(*names, ranks=1, **given):
     return [Process(name, rank, ranks, **given) for name in names for rank in range(ranks)]
 
 
-def pairs(machine: Machine, *names: str, **more: str) -> list[Process]:
+def pairs(machine, *names, **more):
     """Two ranks of each role: on two GPUs if there are two, else on one. `more`: variables."""
     found = roles(*names, ranks=2, may_die=bool(more))
     return [replace(each, environment=nccl_settings(machine, each.rank) | more) for each in found]
 
 
-def nccl_settings(machine: Machine, rank: int) -> dict[str, str]:
+def nccl_settings(machine, rank):
     """Variables with which NCCL accepts a second rank on the same GPU.
 
     Up to 2.30.2 NCCL compares host and bus to find "Duplicate GPU"; with `NCCL_HOSTID` each rank seems to have another
@@ -181,18 +178,18 @@ def nccl_settings(machine: Machine, rank: int) -> dict[str, str]:
     return settings | {"NCCL_HOSTID": f"rank-{rank}"}
 
 
-def g1(machine: Machine) -> list[Process]:
+def g1(machine):
     peers = ("python_reducer",) if machine.cards > 1 else ()
     return roles("ours", "compute", "ddp", "ddp_compiled", *peers, ranks=machine.cards)
 
 
-def g2(machine: Machine) -> list[Process]:
+def g2(machine):
     """Pairs of ranks at the same time: with one, the GPU would wait for its compiler."""
     rehearsed = ("stand-in captured", "stand-in eager", "gloo captured")
     return pairs(machine, *(rehearsed if machine.rehearse else ("nccl captured", "nccl eager")))
 
 
-def g3(machine: Machine) -> list[Process]:
+def g3(machine):
     no_record = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # else the watchdog first writes one
     if machine.rehearse:
         return pairs(machine, "kill stand-in", "skip gloo", **no_record)
@@ -200,7 +197,7 @@ def g3(machine: Machine) -> list[Process]:
     return pairs(machine, "kill", "skip", "kill reading", **no_record) + blocking
 
 
-def judge_g3(task: Task) -> None:
+def judge_g3(task):
     """What the rank that is left printed, and when it ended."""
     known = {"": "nccl", "reading": "nccl, the loop reads each loss", "blocking": "nccl, TORCH_NCCL_BLOCKING_WAIT=1"}
     for log in sorted(Path(task.scratch).glob("out.*.0")):
@@ -214,7 +211,7 @@ def judge_g3(task: Task) -> None:
         task.record(f"{claim}: rank 0 names rank and step", bool(lines), figure, printed[-800:])
 
 
-def g4(machine: Machine) -> list[Process]:
+def g4(machine):
     """The code is compiled first without the tool. Memory is not cached: else nothing is outside of an allocation."""
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     found = [Process("plain")]
@@ -224,7 +221,7 @@ def g4(machine: Machine) -> list[Process]:
     return found
 
 
-def judge_g4(task: Task) -> None:
+def judge_g4(task):
     """What the tools wrote at the end of their logs."""
     for log in sorted(Path(task.scratch).glob("*check.log")):
         text = log.read_text(errors="replace")
@@ -233,13 +230,13 @@ def judge_g4(task: Task) -> None:
             task.record(f"{log.stem} finds nothing in one step", passed, last.strip("= "), text[:1500])
 
 
-def g5(machine: Machine) -> list[Process]:
+def g5(machine):
     modes = ("ours", "ddp") if machine.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
     found = roles(*(f"{mode}@{ranks}" for ranks in ((8,) if machine.rehearse else (8, 64)) for mode in modes))
     return found + (roles("ours@nccl", ranks=machine.cards, wave=1) if machine.cards > 1 else [])
 
 
-def g9(machine: Machine) -> list[Process]:
+def g9(machine):
     """In a folder for each mode, that is empty for the first wave and full for the second."""
     found = []
     for wave, when in enumerate(("cold", "warm")):
@@ -256,7 +253,6 @@ EXPERIMENTS = (
     Experiment("G3", "two ranks: a rank is killed, a rank skips a step", "first", 50, g3, judge_g3),
     Experiment("G4", "compute-sanitizer: memory and races", "first", 50, g4, judge_g4),
     Experiment("G5", "overlap on a simulated network of 8 and 64 ranks", "second", 100, g5),
-    Experiment("G6", "what a collective's blocks take from products", "second", 30, lambda _: roles("copies")),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
     Experiment("G8", "CUDA graphs", "second", 45, lambda _: roles("graph", "reduce-overhead")),
     Experiment("G9", "start of a process, cold and warm", "second", 80, g9),
@@ -266,7 +262,7 @@ EXPERIMENTS = (
 # --- one experiment -------------------------------------------------------------------------------------------------
 
 
-def run(experiment: Experiment, machine: Machine, out: Path, end_s: float) -> None:
+def run(experiment, machine, out, end_s):
     """Start its processes, wait, kill what is left; report what has no result. `end_s`: on the monotonic clock."""
     name, begin_s = experiment.name, time.monotonic()
     limit_s, results, died = min(experiment.limit_s * machine.patience, end_s - begin_s), out / "results.jsonl", []
@@ -295,14 +291,14 @@ def run(experiment: Experiment, machine: Machine, out: Path, end_s: float) -> No
     append(results, line(name, WHOLE, status, figure, why))
 
 
-def _run_once(experiment: Experiment, machine: Machine, task: Task) -> dict[str, str]:
+def _run_once(experiment, machine, task):
     """By process how it died; an empty text if it ended well, or as it was meant to."""
-    ended: dict[str, str] = {}
+    ended = {}
     shutil.rmtree(task.scratch, ignore_errors=True)
     Path(task.scratch).mkdir()
     processes = experiment.processes(machine)
     for wave in sorted({each.wave for each in processes}):
-        started: list[_Started] = []
+        started = []
         together = [each for each in processes if each.wave == wave]
         names = tuple(dict.fromkeys(each.role for each in together))
         try:
@@ -325,7 +321,7 @@ def _run_once(experiment: Experiment, machine: Machine, task: Task) -> dict[str,
 class _Started:
     """A process that runs, with all that it starts in one session."""
 
-    def __init__(self, process: Process, task: Task) -> None:
+    def __init__(self, process, task):
         self.process, self._log = process, Path(task.scratch, f"out.{process.name}")
         given = replace(task, role=process.role, rank=process.rank, ranks=process.ranks, begun_s=time.time())
         command = [*process.prefix, sys.executable, str(HERE / "experiments.py"), json.dumps(asdict(given))]
@@ -342,16 +338,16 @@ class _Started:
         command = [part.replace("{scratch}", task.scratch) for part in command]
         own = {name: value.replace("{scratch}", task.scratch) for name, value in own.items()}
         with self._log.open("ab") as to:
-            more: dict[str, Any] = {"cwd": ROOT, "env": os.environ | own, "start_new_session": True}
+            more = {"cwd": ROOT, "env": os.environ | own, "start_new_session": True}
             self._popen = subprocess.Popen(command, stdout=to, stderr=subprocess.STDOUT, **more)
 
-    def code(self) -> int | None:
+    def code(self):
         return self._popen.poll()
 
-    def printed(self) -> str:
+    def printed(self):
         return self._log.read_text(errors="replace")
 
-    def death(self) -> str:
+    def death(self):
         """How it ended, with its last line; nothing if it ended well."""
         if (code := self._popen.returncode) == 0:
             return ""
@@ -359,15 +355,15 @@ class _Started:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         return f"{how}: {''.join(last)[:300]}"
 
-    def kill(self) -> None:
+    def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
 
 
-def _wait(started: Sequence[_Started], task: Task) -> dict[str, str]:
+def _wait(started, task):
     """Until all have ended, or the time is up. Ranks of a role in which one has died have `GRACE_S`."""
-    ended: dict[str, str] = {}
+    ended = {}
     begin_s, until_s = time.time(), dict.fromkeys((each.process.role for each in started), task.until_s)
     while len(ended) < len(started):
         for each in started:
@@ -387,20 +383,20 @@ def _wait(started: Sequence[_Started], task: Task) -> dict[str, str]:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def append(results: Path, *lines: Mapping[str, Any]) -> None:
+def append(results, *lines):
     """Lines of JSON, in one write: several processes append to the same file."""
     with results.open("ab", buffering=0) as file:
         file.write("".join(json.dumps(each) + "\n" for each in lines).encode())
 
 
-def line(experiment: str, claim: str, status: str, figure: str = "", detail: str = "", **more: Any) -> dict[str, Any]:
+def line(experiment, claim, status, figure="", detail="", **more):
     given = {"experiment": experiment, "claim": claim, "status": status, "figure": figure, "detail": detail}
     return given | more | {"time": round(time.time(), 1)}
 
 
-def rows_of(results: Path, experiment: str | None = None) -> list[dict[str, Any]]:
+def rows_of(results, experiment=None):
     """One row for each claim, of all ranks and processes: the worst status counts. What ran again replaces."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    rows = {}
     for each in _lines(results):
         key = each["experiment"], each["claim"]
         if each["status"] == BEGUN:
@@ -410,16 +406,16 @@ def rows_of(results: Path, experiment: str | None = None) -> list[dict[str, Any]
     return [row for row in rows.values() if experiment in (None, row["experiment"])]
 
 
-def _lines(results: Path) -> Iterator[dict[str, Any]]:
+def _lines(results):
     for text in results.read_text().splitlines() if results.exists() else ():
         with contextlib.suppress(ValueError):  # a process was killed while it wrote
             yield json.loads(text)
 
 
-def summary(rows: Sequence[Mapping[str, Any]], head: str) -> str:
+def summary(rows, head):
     """The table for people."""
 
-    def cell(text: Any, most: int | None = None) -> str:
+    def cell(text, most=None):
         return " ".join(str(text).split())[:most].replace("|", "/")
 
     counts = {status: sum(row["status"] == status for row in rows) for status in WORST_FIRST}
@@ -440,7 +436,7 @@ def summary(rows: Sequence[Mapping[str, Any]], head: str) -> str:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def missing(*, rehearse: bool) -> list[str]:
+def missing(*, rehearse):
     """What is not there, each with what to do. On a GPU Inductor needs Triton."""
     needed = NEEDED if rehearse else (*NEEDED, "triton")
     lacks = [f"no Python package {name}: pip install it" for name in needed if importlib.util.find_spec(name) is None]
@@ -459,7 +455,7 @@ def missing(*, rehearse: bool) -> list[str]:
     return lacks
 
 
-def about(head: str) -> str:
+def about(head):
     """The text of `machine.txt`."""
     lines = [head, platform.platform(), f"Python {platform.python_version()}, {os.cpu_count()} cores"]
     for command in (("git", "rev-parse", "HEAD"), ("git", "status", "--short"), ("nvidia-smi",)):
@@ -472,7 +468,7 @@ def about(head: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parsed(arguments):
     parser = argparse.ArgumentParser(prog=".ci/gpu", description=__doc__)
     parser.add_argument("part", nargs="?", choices=("first", "second"), help="one half, of at most 280 s; else both")
     parser.add_argument("--rehearse", action="store_true", help="the same on this CPU, with small sizes")
@@ -483,7 +479,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """0: nothing failed; 1: something failed, or cannot start; 3: nothing failed, but not everything was run."""
     begin_s, asked = time.monotonic(), parsed(arguments)
     for each in (lacks := missing(rehearse=asked.rehearse)):
@@ -492,7 +488,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     import torch
 
-    out: Path = (asked.out or ROOT / "gpu-results" / time.strftime("%Y-%m-%d-%H%M")).resolve()
+    out = (asked.out or ROOT / "gpu-results" / time.strftime("%Y-%m-%d-%H%M")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     patience, where = asked.patience or (PATIENCE if asked.rehearse else 1), "a rehearsal on a CPU"
     machine = Machine(rehearse=asked.rehearse, features=asked.features, patience=patience)

@@ -4,8 +4,6 @@ Everything is for the whole process, which has to be a separate one. What was me
 needed, is in docs/gpu.md.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.metadata
@@ -13,10 +11,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 SOURCE = Path(__file__).with_name("played_cuda.cpp")
 H100 = SimpleNamespace(
@@ -30,16 +26,10 @@ H100 = SimpleNamespace(
 """Written down, not read off a device."""
 
 
-def load() -> None:
-    """Before torch, for it asks only once which devices there are. The shared object is kept in the user's cache.
-
-    Raises:
-        subprocess.CalledProcessError, FileNotFoundError: the compiler failed, or there is none.
-    """
+def load():
+    """Before torch, which asks once which devices there are. The shared object is kept in the user's cache."""
     assert "torch" not in sys.modules
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
     torch_folder, version = Path(spec.origin).parent, importlib.metadata.version("torch")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dp_compile"
     known = hashlib.sha256(SOURCE.read_bytes() + str(torch_folder).encode()).hexdigest()[:12]
@@ -54,7 +44,7 @@ def load() -> None:
     ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
 
 
-def install(compiled: Callable[[Any, str], Callable[[list[Any]], list[Any]]]) -> None:
+def install(compiled):
     """Let Inductor write code for the GPU, which nothing runs or keeps: `compiled` is given each graph and its code."""
     import torch
     from torch._dynamo.device_interface import CudaInterface
@@ -66,7 +56,7 @@ def install(compiled: Callable[[Any, str], Callable[[list[Any]], list[Any]]]) ->
 
     for owner in (CudaInterface, CudaInterface.Worker, torch.cuda):
         owner.get_device_properties = staticmethod(lambda *_: H100)
-    answers: dict[str, Any] = {
+    answers = {
         "is_available": True,
         "get_compute_capability": 90,
         "is_triton_capable": True,
@@ -89,7 +79,7 @@ def install(compiled: Callable[[Any, str], Callable[[list[Any]], list[Any]]]) ->
     config.compile_threads = 1
     config.fx_graph_cache = functorch_config.enable_autograd_cache = False
 
-    def compile_to_module(graph: Any) -> SimpleNamespace:
+    def compile_to_module(graph):
         call = compiled(graph.module, graph.codegen()[0].value)
         return SimpleNamespace(call=call, __file__=os.devnull, key="played", _runners=None)
 

@@ -1,9 +1,4 @@
-"""The backward's code for an H100 among eight NCCL-like ranks, generated and read without a GPU.
-
-What must hold of it, whichever the model; `docs/gpu.md` lists what this shows and what it cannot.
-"""
-
-from __future__ import annotations
+"""The backward's code for an H100 among eight NCCL-like ranks, generated and read without a GPU: docs/gpu.md."""
 
 import fcntl
 import importlib.util
@@ -13,9 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import generate
 import pytest
@@ -24,8 +17,6 @@ from generated_code import (
     KERNEL,
     LAUNCH,
     WAIT,
-    Call,
-    GeneratedCode,
     Span,
     copies,
     kernel_arguments,
@@ -43,7 +34,7 @@ COPYING = ("padded", "embedding-bf16", "wire-bf16")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
 
 
-def missing() -> str:
+def missing():
     """What this environment lacks, and what to do; nothing if all is there."""
     if torch.version.cuda is not None:
         return "CUDA is played for torch's CPU build only, and this torch was built for CUDA: .ci/gpu tests it itself"
@@ -58,7 +49,7 @@ def missing() -> str:
 
 
 @pytest.fixture(scope="session")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> generate.Results:
+def generated(tmp_path_factory):
     """Made by the first who asks, of all of pytest's workers, in a process that sees Triton."""
     if missing():
         pytest.skip(missing())
@@ -74,30 +65,30 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> generate.Results:
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
             assert done.returncode == 0, done.stderr[-4000:]
             part.rename(target)
-    results: generate.Results = json.loads(target.read_text())
+    results = json.loads(target.read_text())
     failed = {name: result["failed"] for name, result in results.items() if "failed" in result}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
     return results
 
 
 @pytest.fixture(params=list(generate.CASES))
-def result(request: pytest.FixtureRequest, generated: generate.Results) -> dict[str, Any]:
+def result(request, generated):
     """The test is for each case."""
     return generated[request.param] | {"name": request.param}
 
 
-def launched(code: GeneratedCode) -> list[Call]:
+def launched(code):
     return [call for call in code.calls if call.kind == LAUNCH]
 
 
-def stages(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[dict[str, Any], int, Call]]:
+def stages(result, code):
     """The launches, each with its bucket and the number of its stage, in the order in which they have to be."""
     order = launch_order([[Stage(op, op, link=op) for op in bucket["stages"]] for bucket in result["buckets"]])
     for (bucket, stage), launch in zip(order, launched(code), strict=True):
         yield result["buckets"][bucket], stage, launch
 
 
-def members(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[str, Span]]:
+def members(result, code):
     """Of each gradient that lies in a bucket's flat memory: its label and where."""
     for bucket, launch in ((bucket, launch) for bucket, stage, launch in stages(result, code) if stage == 0):
         for label, (offset, numel) in bucket["members"].items():
@@ -105,10 +96,7 @@ def members(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[str, 
             yield label, Span(flat.storage, flat.start + offset, flat.start + offset + numel)
 
 
-# --- buckets --------------------------------------------------------------------------------------------------------
-
-
-def test_every_gradient_is_written_where_it_is_reduced(result: dict[str, Any]) -> None:
+def test_every_gradient_is_written_where_it_is_reduced(result):
     """All of its place in the bucket, before that is launched."""
     for code in map(read_code, result["codes"]):
         for label, member in members(result, code):
@@ -121,7 +109,7 @@ def test_every_gradient_is_written_where_it_is_reduced(result: dict[str, Any]) -
             assert written >= member.numel, label
 
 
-def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None:
+def test_no_copy_but_those_that_the_report_names(result):
     named = set(result["copied"]) - {UNUSED_FLAGS}
     for text in result["codes"][:1]:  # a later one may be another graph, and the record is of the last
         code = read_code(text)
@@ -130,10 +118,7 @@ def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None
         assert not named
 
 
-# --- order ----------------------------------------------------------------------------------------------------------
-
-
-def test_launches_and_waits_stand_where_the_passes_put_them(result: dict[str, Any]) -> None:
+def test_launches_and_waits_stand_where_the_passes_put_them(result):
     """Launches in the order of the plan, and no result is waited for before everything is launched."""
     assert ["".join(labels(read_code(text))) for text in result["codes"]] == result["graph_orders"]
     for text in result["codes"]:
@@ -148,10 +133,10 @@ def test_launches_and_waits_stand_where_the_passes_put_them(result: dict[str, An
         assert "A" not in order[min(map(order.index, last)) :]
 
 
-def labels(code: GeneratedCode) -> list[str]:
+def labels(code):
     """Launches `A`, and waits as the number of the launch that they wait for."""
-    found: list[str] = []
-    launches: list[Call] = []
+    found = []
+    launches = []
     for call in code.calls:
         if call.kind == LAUNCH:
             launches.append(call)
@@ -161,15 +146,12 @@ def labels(code: GeneratedCode) -> list[str]:
     return found
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def test_nobody_touches_what_the_network_has(result: dict[str, Any]) -> None:
+def test_nobody_touches_what_the_network_has(result):
     for text in [*result["codes"], *result["forwards"]]:
         assert not read_code(text).faults
 
 
-def test_what_is_aligned_to_16_bytes_starts_there(result: dict[str, Any]) -> None:
+def test_what_is_aligned_to_16_bytes_starts_there(result):
     """Vector loads and stores rely on it; a gradient may start anywhere in its bucket."""
     checked = 0
     for text in result["codes"]:
@@ -188,10 +170,7 @@ def test_what_is_aligned_to_16_bytes_starts_there(result: dict[str, Any]) -> Non
     assert checked
 
 
-# --- what only code for a GPU shows ---------------------------------------------------------------------------------
-
-
-def test_the_report_names_copies_out_of_padded_products(generated: generate.Results) -> None:
+def test_the_report_names_copies_out_of_padded_products(generated):
     """65 and 63 are no multiples of 4. Padded, a product is larger than the gradient, which is cut out of it."""
     copied = set(generated["padded"]["copied"]) - {UNUSED_FLAGS}
     assert copied == {"0.weight", "2.weight"}

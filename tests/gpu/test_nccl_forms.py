@@ -1,18 +1,14 @@
 """The forms of reductions that are made for NCCL, on CPUs: every feature with torch's, on a stand-in for NCCL."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
-from features import CAPTURED, EAGER, FEATURES, Difference, Net, run_feature
+from features import CAPTURED, EAGER, FEATURES, Net, run_feature
 from meshes import keep_groups
 from torch import nn
 
@@ -30,7 +26,7 @@ BY_DAY = {
 }
 """Captured; what is eager costs little and is run for all."""
 AVERAGED, SCATTERED = {"all_reduce avg"}, {"reduce_scatter avg", "all_gather"}
-FORMS: dict[str, set[str]] = {
+FORMS = {
     **dict.fromkeys(("default", "bucket_cap_mb", "convolutions", "bf16 on the wire", "in_backward"), AVERAGED),
     **dict.fromkeys(("param_dtype bf16, as FSDP2", "overlap_forward=True"), AVERAGED),
     INT8: {"all_to_all", "all_gather"},
@@ -43,7 +39,7 @@ FORMS: dict[str, set[str]] = {
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
+def pools():
     """Two and four ranks, whose default group is to be a stand-in for NCCL."""
     made = {size: Ranks(size, "forkserver") for size in (2, 4)}
     yield made
@@ -51,10 +47,7 @@ def pools() -> Iterator[dict[int, Ranks]]:
         each.stop()
 
 
-# --- every feature ------------------------------------------------------------------------------------------------
-
-
-def run_one(name: str, way: str) -> tuple[Difference, Counter[str]]:
+def run_one(name, way):
     keep_groups()
     nccl_stand_in.use()
     before = Counter(nccl_stand_in.launched)
@@ -62,14 +55,14 @@ def run_one(name: str, way: str) -> tuple[Difference, Counter[str]]:
     return difference, nccl_stand_in.launched - before
 
 
-def check(ranks: Ranks, name: str, way: str) -> None:
+def check(ranks, name, way):
     for difference, launched in ranks.run(run_one, name, way):
         assert not difference.name, str(difference)
         assert FORMS.get(name, set()) <= set(launched), launched
         assert name == INT8 or "all_to_all" not in launched, "a reduce-scatter in two steps, as for gloo"
 
 
-def cases(ranks: int) -> Iterator[Any]:
+def cases(ranks):
     for name, feature in FEATURES.items():
         for way in feature.ways if ranks in feature.ranks else ():
             by_night = ranks == 4 or (way == CAPTURED and name not in BY_DAY)
@@ -78,24 +71,21 @@ def cases(ranks: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases(2)))
-def test_as_torch(pools: dict[int, Ranks], name: str, way: str) -> None:
+def test_as_torch(pools, name, way):
     check(pools[2], name, way)
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases(4)))
-def test_as_torch_on_four_ranks(pools: dict[int, Ranks], name: str, way: str) -> None:
+def test_as_torch_on_four_ranks(pools, name, way):
     check(pools[4], name, way)
 
 
 @pytest.mark.parametrize("way", [CAPTURED, EAGER])
-def test_two_levels_by_day(pools: dict[int, Ranks], way: str) -> None:
+def test_two_levels_by_day(pools, way):
     check(pools[4], "two levels of network, 2 x 2", way)
 
 
-# --- by any name --------------------------------------------------------------------------------------------------
-
-
-def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[str], str]:
+def plan_by(name, default):
     """The stages of each bucket, the plan, what a backward launches, and what torch calls the backend."""
     nccl_stand_in.use(name, default=default)
     torch._dynamo.reset()
@@ -110,7 +100,7 @@ def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[s
     return stages, plan.to_dict(), sorted(nccl_stand_in.launched - before), dist.get_backend()
 
 
-def test_one_plan_by_any_name(pools: dict[int, Ranks]) -> None:
+def test_one_plan_by_any_name(pools):
     """Nothing decides by a name: not that of torch 2.14 and later, nor `undefined`, nor that of another device."""
     names = [("stand-in", False), ("nccl2", False), ("nccl-lazy", False), ("nccl-lazy", True)]
     found = [pools[2].run(plan_by, *each) for each in [*names, ("cpu:nccl2,cuda:gloo", False)]]
@@ -122,7 +112,7 @@ def test_one_plan_by_any_name(pools: dict[int, Ranks]) -> None:
     assert first[1]["buckets"]
 
 
-def test_one_rank_asks_for_no_average() -> None:
+def test_one_rank_asks_for_no_average():
     """NCCL may return anything for AVG over one rank; FSDP2 avoids it."""
     for averaging in (Averaging(), Averaging(scattered=True)):
         alone = averaging.reduction("0", NCCL, 1, "float32")
@@ -133,7 +123,7 @@ def test_one_rank_asks_for_no_average() -> None:
     assert [stage.reduce_op for stage in stages] == ["avg", "avg", ""]
 
 
-def lanes(backend: str) -> int:
+def lanes(backend):
     """How many collectives at a time updates that are left for the next forward are planned for."""
     if backend != "gloo":
         nccl_stand_in.use(backend)
@@ -146,7 +136,7 @@ def lanes(backend: str) -> int:
     return planner.call_args.kwargs["lanes"]
 
 
-def test_lanes_of_a_backend(pools: dict[int, Ranks], ranks2: Ranks) -> None:
+def test_lanes_of_a_backend(pools, ranks2):
     """gloo carries two collectives of a group at a time; NCCL one."""
     assert ranks2.run(lanes, "gloo") == [2, 2]
     assert pools[2].run(lanes, "stand-in") == [1, 1]

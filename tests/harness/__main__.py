@@ -17,14 +17,12 @@ Digests depend on the processor's kernels. On another machine than the first lin
 the commit to compare with.
 """
 
-from __future__ import annotations
-
 import argparse
+import dataclasses
 import difflib
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,16 +30,56 @@ PATHS = [str(ROOT / "tests"), str(ROOT)]
 sys.path[:0] = PATHS
 KEPT = Path(__file__).parent / "kept"
 
+import fuzzing  # noqa: E402
+import hypothesis  # noqa: E402
 import torch  # noqa: E402
-from harness import fuzz, graphs, parity  # noqa: E402
+from engine.test_fuzz import cases  # noqa: E402
+from harness import graphs, parity  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from dp_compile.testing.ranks import RankError, Ranks  # noqa: E402
 
 RANKS = 2
+CASES = 300
 
 
-def _parity(ranks: Ranks) -> dict[str, str]:
+def draw():
+    """The same cases each time, for one version of the strategy and of hypothesis."""
+    drawn = {}
+
+    @hypothesis.settings(
+        max_examples=2 * CASES,  # some come twice
+        phases=[hypothesis.Phase.generate],
+        database=None,
+        derandomize=True,
+        deadline=None,
+    )
+    @hypothesis.given(cases())
+    def collect(case):
+        drawn.setdefault(short(case), case)
+
+    collect()
+    return list(drawn.values())[:CASES]
+
+
+def short(value):
+    """`repr` of a case without what is as by default."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(short, value))}{',' * (len(value) == 1)})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((each.name, getattr(value, each.name), each.default) for each in dataclasses.fields(value))
+    texts = [f"{name}={short(value)}" for name, value, default in given if value != default]
+    return f"{type(value).__name__}({', '.join(texts)})"
+
+
+def parse(text):
+    """The case of a text of `short`; `TypeError` if it names an option that the fuzzer does not have."""
+    names = {name: getattr(fuzzing, name) for name in ("BlockSpec", "Failure", "FuzzCase", "Micro", "Step")}
+    return eval(text, {"__builtins__": {}}, names)
+
+
+def _parity(ranks):
     rows = {}
     for cell in tqdm(list(parity.cells()), "parity", leave=False):
         found = ranks.run(parity.compare, cell)
@@ -49,14 +87,14 @@ def _parity(ranks: Ranks) -> dict[str, str]:
     return {"parity.txt": "".join(f"{name:46} {text}\n" for name, text in rows.items())}
 
 
-def _fuzz(ranks: Ranks) -> dict[str, str]:
+def _fuzz(ranks):
     kept = KEPT / "fuzz.txt"
     texts = [line.split(" ", 1)[1] for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
-    texts = texts or [fuzz.short(case) for case in fuzz.draw()]
+    texts = texts or [short(case) for case in draw()]
     lines = []
     for text in tqdm(texts, "fuzz", leave=False):
         try:
-            outcomes = ranks.run(fuzz.fuzzing.run_case, fuzz.parse(text))
+            outcomes = ranks.run(fuzzing.run_case, parse(text))
         except TypeError as error:
             lines.append(f"{str(error).partition('()')[2].strip()}: {text}")
             continue
@@ -69,14 +107,14 @@ def _fuzz(ranks: Ranks) -> dict[str, str]:
     return {"fuzz.txt": "\n".join(lines) + "\n"}
 
 
-def _graphs(ranks: Ranks) -> dict[str, str]:
+def _graphs(ranks):
     return {f"{name}.txt": ranks.run(graphs.describe, name)[0] for name in graphs.MODELS}
 
 
-PARTS: dict[str, Callable[[Ranks], dict[str, str]]] = {"parity": _parity, "fuzz": _fuzz, "graphs": _graphs}
+PARTS = {"parity": _parity, "fuzz": _fuzz, "graphs": _graphs}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(
         "python tests/harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,13 +135,13 @@ def main(arguments: list[str] | None = None) -> int:
     return int(differ)
 
 
-def _keep(path: Path, text: str) -> bool:
+def _keep(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return False
 
 
-def _differs(path: Path, text: str) -> bool:
+def _differs(path, text):
     """Print what a file has otherwise."""
     kept = path.read_text() if path.exists() else ""
     lines = list(difflib.unified_diff(kept.splitlines(), text.splitlines(), path.name, "now", n=0, lineterm=""))

@@ -1,10 +1,6 @@
 """Plans and captured graphs of six models as text, with counters of their steps."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import torch
@@ -16,13 +12,8 @@ from dp_compile._torch import inductor
 from dp_compile.train.gpt import GPT, GPTConfig
 
 
-class ManySmallLayers(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
-
-
 class ConvNet(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(
             *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
             *(nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()),
@@ -31,65 +22,68 @@ class ConvNet(nn.Sequential):
         self.to(memory_format=torch.channels_last)
 
 
-class Lookup(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Embedding(1000, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
-
-
 class Tied(nn.Module):
     """One weight used by two layers; a frozen one; dtypes that do not share a bucket."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.there, self.back = nn.Linear(8, 8), nn.Linear(8, 8)
         self.back.weight = self.there.weight
         self.wide = nn.Linear(8, 8, dtype=torch.float64)
         self.fixed = nn.Linear(8, 8).requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.fixed(self.back(torch.relu(self.there(x))))
         return self.wide(x.double()).float()
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(1)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def _gpt() -> nn.Module:
-    return GPT(GPTConfig(vocabulary=64, context=16, width=16, layers=1, heads=2))
-
-
 HALF = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 COUNTED = ("_c10d_functional.all_reduce", "_c10d_functional.wait_tensor", "copy", "dp_compile.flat_bucket")
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, Any]]] = {
-    "gpt": (_gpt, lambda: torch.randint(0, 64, (2, 16)), {}),
+MODELS = {
+    "gpt": (
+        lambda: GPT(GPTConfig(vocabulary=64, context=16, width=16, layers=1, heads=2)),
+        lambda: torch.randint(0, 64, (2, 16)),
+        {},
+    ),
     "convnet": (ConvNet, lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), {}),
-    "small_layers": (ManySmallLayers, lambda: torch.randn(4, 8), {"bucket_cap_mb": 0.001}),
-    "lookup": (Lookup, lambda: torch.randint(0, 1000, (4,)), {}),
+    "small_layers": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))),
+        lambda: torch.randn(4, 8),
+        {"bucket_cap_mb": 0.001},
+    ),
+    "lookup": (
+        lambda: nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)),
+        lambda: torch.randint(0, 1000, (4,)),
+        {},
+    ),
     "tied": (Tied, lambda: torch.randn(4, 8), {}),
     "attention": (Attention, lambda: torch.randn(2, 4, 16), {"mp_policy": HALF}),
 }
 
 
-def describe(name: str) -> str:
+def describe(name):
     """Plan, counters of three steps, and the graph of the first after all passes, on this rank."""
     build, batch, options = MODELS[name]
     torch._dynamo.reset()
     torch.manual_seed(0)
-    graphs: list[str] = []
+    graphs = []
     compile_graph = inductor.compile_with_aot_eager
 
-    def recorded(gm: Any, inputs: Any, graph_pass: Any, _: Any = None) -> Any:
+    def recorded(gm, inputs, graph_pass, _=None):
         return compile_graph(gm, inputs, graph_pass, lambda graph, code: graphs.append(code))
 
     config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
@@ -101,14 +95,9 @@ def describe(name: str) -> str:
             compiled(batch()).square().mean().backward()
     report = dp_compile.report(model)
     dp_compile.unreplicate(model)
-    lines = [_readable(line) for line in graphs[0].strip().splitlines()]
+    # Without the deletions and the namespace of each op.
+    noise = r"torch\.ops\.(aten\.)?|, layout = torch.strided|, device = device\(type='cpu'\)"
+    lines = [re.sub(noise, "", line.partition(";")[0]) for line in graphs[0].strip().splitlines()]
     counters = [f"backwards: {dict(report.backwards)}", f"compilations: {len(graphs)}"]
     counters += [f"{op}: {sum(f' = {op}' in line for line in lines)}" for op in COUNTED]
     return "\n".join([str(report.plan), *counters, *lines]) + "\n"
-
-
-def _readable(line: str) -> str:
-    """Without the deletions and the namespace of each op."""
-    return re.sub(
-        r"torch\.ops\.(aten\.)?|, layout = torch.strided|, device = device\(type='cpu'\)", "", line.partition(";")[0]
-    )

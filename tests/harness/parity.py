@@ -8,14 +8,10 @@ used-parameter map of its last step (`_match_unused_params_allreduce`), so that 
 gradient of zeros, by which momentum moves it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +33,12 @@ class Cell:
     uneven: bool
     way: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         words = ["unused" * self.unused, "static" * self.static_graph, "uneven" * self.uneven]
         return " ".join([self.way, self.precision, f"x{self.micro_steps}", *filter(None, words)])
 
 
-def cells() -> Iterator[Cell]:
+def cells():
     switches = [(False, True)] * 3
     precisions = ("float32", "autocast", "wire", "policy")
     for cell in itertools.product(precisions, (1, 2), *switches, ("captured", "eager", "graph break")):
@@ -57,16 +53,16 @@ class _Scale(torch.autograd.Function):
     """Its backward reads a number, which no graph can hold."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         return 2 * grad if grad.sum().item() < float("inf") else grad
 
 
 class Net(nn.Module):
-    def __init__(self, *, breaks: bool) -> None:
+    def __init__(self, *, breaks):
         super().__init__()
         self.table = nn.Embedding(5, 8)
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -74,7 +70,7 @@ class Net(nn.Module):
         self.norm.bias.requires_grad_(False)
         self.breaks = breaks
 
-    def forward(self, tokens: torch.Tensor, goes_left: bool) -> torch.Tensor:
+    def forward(self, tokens, goes_left):
         x = self.table(tokens)
         x = torch.tanh(self.left(x) if goes_left else self.right(x))
         if self.breaks:
@@ -82,7 +78,7 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def compare(cell: Cell) -> str:
+def compare(cell):
     """The cell's text, on this rank."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -115,16 +111,16 @@ def compare(cell: Cell) -> str:
     return f"{_distance(found, expected)}; {ways}"
 
 
-def _said(result: Any) -> str:
+def _said(result):
     return f"{type(result).__name__}: {str(result).splitlines()[0][:40]}" if isinstance(result, Exception) else "trains"
 
 
-def _reference(cell: Cell, twin: Net) -> tuple[Any, Any]:
+def _reference(cell, twin):
     """torch's wrapper, and what is entered around a micro step by whether it is local."""
     if cell.precision == "policy":
-        sharded: Any = fully_shard(twin, mp_policy=POLICY)
+        sharded = fully_shard(twin, mp_policy=POLICY)
 
-        def left_out(local: bool) -> AbstractContextManager[None]:
+        def left_out(local):
             sharded.set_requires_gradient_sync(not local)
             return nullcontext()
 
@@ -137,13 +133,13 @@ def _reference(cell: Cell, twin: Net) -> tuple[Any, Any]:
     return ddp, lambda local: ddp.no_sync() if local else nullcontext()
 
 
-def _in_bfloat16(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _in_bfloat16(state, bucket):
     sent = (bucket.buffer() / dist.get_world_size()).to(torch.bfloat16)
     work = dist.all_reduce(sent, async_op=True)
     return work.get_future().then(lambda done: done.value()[0].float())
 
 
-def _train(cell: Cell, model: Any, module: nn.Module, left_out: Any, scope: Any) -> list[torch.Tensor | None]:
+def _train(cell, model, module, left_out, scope):
     """Gradients after each step, and parameters at the end."""
     rank, kept = dist.get_rank(), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -165,11 +161,11 @@ def _train(cell: Cell, model: Any, module: nn.Module, left_out: Any, scope: Any)
     return kept + [_whole(each) for each in module.parameters()]
 
 
-def _whole(value: Any) -> torch.Tensor:
+def _whole(value):
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
-def _distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> str:
+def _distance(found, expected):
     worst = 0.0
     for mine, other in zip(found, expected, strict=True):
         if mine is None or other is None:

@@ -1,9 +1,10 @@
-"""Explanations: one screen of 80 columns, figures that are those of the timeline, at most three pieces of advice."""
+"""Explanations on one screen, and predictions for other ranks, links and dtypes: their figures are the timeline's."""
 
-from __future__ import annotations
-
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from expecttest import assert_expected_inline
 from graphs import bucket_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import measured_like, step_of_buckets, two_level_step
 from torch import nn
 
 import dp_compile
@@ -18,18 +20,20 @@ from dp_compile.cli.main import main
 from dp_compile.engine.record import Placement
 from dp_compile.insight.explain import MOST_ADVICE, SMALLEST_GAIN, WIDTH, advice_for, explanation_of
 from dp_compile.insight.observe import step_of
+from dp_compile.insight.predict import extrapolated, predict, replanned
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.insight.timeline import NETWORK, events_of, timeline_picture, timeline_trace
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
 from dp_compile.plan.planner import ESTIMATED, ReadyTimes, assumed_times
 
 KEY = bucket_key("", "sum", "float32", "cuda")
 MB = 2**20
 
 
-def gradient(index: int, name: str, numel: int, key: BucketKey = KEY) -> GradientSpec:
+def gradient(index, name, numel, key=KEY):
     shape = (numel // 256, 256) if numel % 256 == 0 else (numel,)
     return GradientSpec(index, name, shape, (256, 1) if len(shape) == 2 else (1,), 4, key)
 
@@ -44,7 +48,7 @@ GRADIENTS = (
 PLAN = plan_buckets(GRADIENTS, bucket_cap_mb=30, first_bucket_cap_mb=30, layout=Layout(64))
 
 
-def step(backward_s: float | None, **changes: object) -> Step:
+def step(backward_s, **changes):
     """Three gradients of 32, 32 and 8 MiB at 10 GB/s: 3.4 + 3.4 + 0.8 ms, in three buckets."""
     made = Step(
         mode="python hooks",
@@ -57,31 +61,25 @@ def step(backward_s: float | None, **changes: object) -> Step:
         cost=AllReduceCost(5e-5, 1e-10),
         cost_source="measured on this group",
         memory=PeakMemory(300 * MB, 400 * MB),
-        placements=(
-            Placement("token.weight", 8 * MB, True),
-            Placement("blocks.0.weight", 32 * MB, False),
-        ),
+        placements=(Placement("token.weight", 8 * MB, True), Placement("blocks.0.weight", 32 * MB, False)),
         refusals=(Refusal("all_reduce_1", "not a gradient"),),
         backwards=(("captured", 5),),
     )
     return replace(made, **changes)
 
 
-def measured(end_s: float, waited_s: tuple[float, ...]) -> MeasuredStep:
+def measured(end_s, waited_s):
     buckets = tuple(MeasuredBucket(0.01 * (number + 1), None, each) for number, each in enumerate(waited_s))
     return MeasuredStep(end_s, buckets, "profiler, median of 5 steps", rank=1)
 
 
-def check_screen(text: str) -> None:
+def check_screen(text):
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH == 80
     assert len(lines) <= 55
 
 
-# --- the text -------------------------------------------------------------------------------------------------------
-
-
-def test_a_compute_bound_step_that_was_measured() -> None:
+def test_a_compute_bound_step_that_was_measured():
     text = str(explanation_of(step(0.040, measured=measured(0.0425, (0.0, 0.0005, 0.001)))))
     check_screen(text)
     assert_expected_inline(
@@ -112,7 +110,7 @@ Advice, each alone, with its predicted gain:
     )
 
 
-def test_the_first_line_says_that_nothing_was_measured() -> None:
+def test_the_first_line_says_that_nothing_was_measured():
     """An assumed backward is never stated as a fact: its times are percent."""
     explained = explanation_of(step(None))
     text = str(explained)
@@ -122,16 +120,13 @@ def test_the_first_line_says_that_nothing_was_measured() -> None:
     assert str(explanation_of(step(0.004))).startswith("Estimated, not measured: communication-bound")
 
 
-# --- the figures ----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60)
 @given(
     cap_mb=st.sampled_from([0.01, 1.0, 30.0]),
     backward_ms=st.sampled_from([None, 0.0, 1.0, 50.0]),
     alpha_us=st.sampled_from([0.0, 50.0]),
 )
-def test_the_figures_are_those_of_the_timeline(cap_mb: float, backward_ms: float | None, alpha_us: float) -> None:
+def test_the_figures_are_those_of_the_timeline(cap_mb, backward_ms, alpha_us):
     plan = plan_buckets(GRADIENTS, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=Layout(64))
     ready = replace(assumed_times(GRADIENTS), backward_s=None if backward_ms is None else backward_ms / 1e3)
     seen = step(1.0, plan=plan, ready=ready, cost=AllReduceCost(alpha_us * 1e-6, 1e-10))
@@ -145,7 +140,7 @@ def test_the_figures_are_those_of_the_timeline(cap_mb: float, backward_ms: float
     assert max(map(len, str(explained).splitlines())) <= WIDTH
 
 
-def test_advice_that_can_be_followed() -> None:
+def test_advice_that_can_be_followed():
     """One bucket for everything is ready at the end: other buckets hide most of it."""
     one = BucketPlan((Layout(64).bucket(GRADIENTS),))
     advice = {each.change: each.gain_s for each in advice_for(step(0.040, plan=one))}
@@ -157,10 +152,7 @@ def test_advice_that_can_be_followed() -> None:
     assert "there is one rank" in " ".join(str(alone).split())
 
 
-# --- the command, and a module --------------------------------------------------------------------------------------
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     file = tmp_path / "step.json"
     file.write_text(step(0.004).to_json())
     assert main(["explain", str(file), "--buckets"]) == 0
@@ -171,8 +163,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_explains_a_module() -> None:
-    torch._dynamo.reset()
+def test_explains_a_module():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
     with pytest.raises(dp_compile.UnsupportedModuleError, match="nothing to explain yet"):
@@ -187,3 +178,142 @@ def test_explains_a_module() -> None:
     assert all(name in explained.text(verbose=True) for name, _ in model.named_parameters())
     assert (seen.ready.basis, seen.plan) == (ESTIMATED, dp_compile.report(model).plan)
     assert seen.cost_source == "nominal for fake, not measured"
+
+
+def made(buckets, cost, backward_s, ranks, strategy):
+    step = step_of_buckets(buckets)
+    ready = dataclasses.replace(step.ready, backward_s=backward_s)
+    return dataclasses.replace(step, cost=cost, ready=ready, world_size=ranks, strategy=strategy)
+
+
+steps = st.builds(
+    made,
+    st.integers(1, 6),
+    st.builds(AllReduceCost, st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8)),
+    st.none() | st.floats(1e-5, 1.0),
+    st.sampled_from((2, 8, 64)),
+    st.sampled_from(("fixed", "optimal")),
+)
+
+
+@given(steps, st.sampled_from((None, 1, 2, 16, 1024)), st.sampled_from((None, "bfloat16", "float32")))
+def test_no_prediction_beats_the_bound(step, ranks, dtype):
+    same = predict(step)
+    assert (same.step.plan, same.communication_s, same.end_s) == (step.plan, step.communication_s, step.end_s)
+    predicted = predict(step, ranks=ranks, dtype=dtype)
+    assert predicted.end_s >= predicted.bound_s * (1 - 1e-9)
+    assert predicted.end_s >= predicted.backward_s == step.backward_s
+    assert {each.index for each in predicted.step.plan.gradients} == {each.index for each in step.plan.gradients}
+    assert ranks != 1 or predicted.communication_s == predicted.exposed_s == 0
+
+
+@given(st.sampled_from(LINKS), st.integers(2, 20_000), st.integers(2, 20_000))
+def test_extrapolation_finds_the_link_again(link, known, wanted):
+    costs = [link.cost(ranks, formula=ring_or_tree) for ranks in (known, wanted)]
+    found = extrapolated(costs[0], from_ranks=known, to_ranks=wanted)
+    assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
+
+
+STEP = dataclasses.replace(step_of_buckets(3), strategy="fixed")
+
+
+def test_gradients_in_half_precision():
+    predicted = predict(STEP, dtype="bfloat16")
+    assert [sum(each.nbytes for each in step.plan.gradients) for step in (STEP, predicted.step)] == [
+        STEP.plan.nbytes,
+        STEP.plan.nbytes // 2,
+    ]
+    assert {each.key.reduction.wire for each in predicted.step.plan.buckets} == {"bfloat16"}
+    assert [len(bucket.members) for bucket in predicted.step.plan.buckets] == [4, 4, 4]
+    assert predicted.backward_s == STEP.backward_s
+
+
+def test_two_levels_keep_the_size_of_their_nodes():
+    levels = two_level_step(3)
+    more = predict(levels, ranks=64).step.cost
+    assert more.inside == levels.cost.inside
+    assert more.between.alpha_s > levels.cost.between.alpha_s
+    named = predict(levels, ranks=64, link="ethernet-25")
+    assert named.basis.startswith("link: nvlink4 inside nodes of 8, ethernet-25 between them, nominal")
+    with pytest.raises(dp_compile.ConfigError, match="12 ranks do not fill two nodes or more of 8"):
+        predict(levels, ranks=12)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_new_plan_of_a_real_step_is_the_same():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 4))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    torch.compile(model, backend="aot_eager")(torch.randn(5, 64)).sum().backward()
+    seen = step_of(model)
+    assert replanned(seen).plan == seen.plan
+    measured = dataclasses.replace(seen, ready=dataclasses.replace(seen.ready, backward_s=0.001, basis="measured"))
+    assert predict(measured, link="ethernet-25").step.plan.gradients == seen.plan.gradients
+
+
+def test_refuses():
+    alone = dataclasses.replace(STEP, world_size=1)
+    for step, changes, message in (
+        (STEP, {"ranks": 0}, "ranks must be an integer >= 1, got 0"),
+        (STEP, {"link": "string"}, r"link must be one of nvlink4, .*, got 'string'"),
+        (alone, {"ranks": 2}, "the step ran on 1 rank, so the cost on 2 is not known"),
+    ):
+        with pytest.raises(dp_compile.ConfigError, match=message):
+            predict(step, **changes)
+    assert predict(alone, ranks=2, link="loopback").communication_s > 0
+
+
+THREE_BUCKETS = step_of_buckets(3)
+
+
+def test_the_measured_view():
+    """The second is launched while the first is on the network, and compute waits for the third twice as long."""
+    buckets = MeasuredBucket(0.003, 0.008, 0.0), MeasuredBucket(0.007, 0.011, 0.0), MeasuredBucket(0.012, 0.02, 0.006)
+    seen = MeasuredStep(0.02, buckets, "stated", forward_s=0.005, optimizer_s=0.001)
+    events = [
+        event for event in events_of(dataclasses.replace(THREE_BUCKETS, measured=seen)) if event.view == "measured"
+    ]
+    lines = [f"{each.lane}: {each.name} {each.start_s * 1e3:.6g} to {each.end_s * 1e3:.6g} ms" for each in events]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+network: bucket 0 3 to 8 ms
+network: bucket 1 8 to 11 ms
+network: bucket 2 12 to 20 ms
+compute: forward -5 to 0 ms
+compute: backward 0 to 20 ms
+exposed: exposed 14 to 20 ms
+compute: optimizer 20 to 21 ms""",
+    )
+
+
+def test_two_links_have_a_lane_each():
+    lanes = {event.lane for event in events_of(two_level_step(2))}
+    assert {"network inside", "network between"} < lanes
+    assert NETWORK not in lanes
+
+
+def test_pictures_are_xml_inside_their_frame():
+    root = ElementTree.fromstring(timeline_picture(measured_like(step_of_buckets(500))))
+    for each in root.iter():
+        if each.tag.endswith("rect") and "x" in each.attrib:
+            assert 0 <= float(each.attrib["x"]) <= float(each.attrib["x"]) + float(each.attrib["width"]) <= 1000
+
+
+def test_assumed_times_have_no_milliseconds():
+    step = dataclasses.replace(
+        THREE_BUCKETS, ready=dataclasses.replace(THREE_BUCKETS.ready, backward_s=None, basis=ESTIMATED)
+    )
+    assert not re.search(r"\d ms\b", timeline_picture(step))
+    assert "times assumed" in str(timeline_trace(step)["traceEvents"])
+
+
+def test_the_timeline_command(tmp_path):
+    file, step = tmp_path / "step.json", measured_like(THREE_BUCKETS)
+    file.write_text(step.to_json())
+    files = {"a.svg": timeline_picture(step)}
+    files["a.json"] = json.dumps(timeline_trace(step))
+    assert main(["timeline", str(file), *(part for name in files for part in ("-o", str(tmp_path / name)))]) == 0
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+    events = json.loads(files["a.json"])["traceEvents"]  # what the format's document asks of those that we use
+    assert all(each["ph"] == "M" or (each["ph"] == "X" and each["ts"] >= 0 <= each["dur"]) for each in events)
+    assert sum(each["name"].startswith("bucket ") for each in events) == 2 * 3

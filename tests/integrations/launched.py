@@ -1,12 +1,8 @@
 """What a launcher would have set up, in a rank of the tests' pools: frameworks read it from the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -14,7 +10,7 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def as_launched() -> Iterator[None]:
+def as_launched():
     """Inside, `torchrun` seems to have started this rank; nothing warns."""
     torch._dynamo.reset()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -26,8 +22,7 @@ def as_launched() -> Iterator[None]:
         yield
 
 
-def assert_same_steps(outcomes: Iterable[Any]) -> None:
-    """Of each rank ours and theirs: losses, parameters and the like are equal."""
-    for ours, theirs in outcomes:
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(other), rtol=1e-5, atol=1e-5)
+def assert_same_steps(ours, theirs):
+    """Losses, parameters and the like are equal."""
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(other), rtol=1e-5, atol=1e-5)

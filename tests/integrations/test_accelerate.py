@@ -1,16 +1,13 @@
-"""Our `Accelerator` against accelerate's own, on two ranks; accelerate's own tests; what is refused."""
-
-from __future__ import annotations
+"""Our `Accelerator` and `DPCompileTrainer` beside accelerate's and transformers', step by step; what is refused."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
-from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="accelerate is not installed: pip install -e '.[test-integrations]'"
@@ -33,7 +29,7 @@ STEPS = 20
 class Blocks(nn.Module):
     """Blocks of one class in a list, which regional compilation looks for, and a buffer that ranks have to share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, 8)
@@ -41,7 +37,7 @@ class Blocks(nn.Module):
         self.norm = nn.BatchNorm1d(8)
         self.last = nn.Linear(8, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = x + block(x)
@@ -49,7 +45,7 @@ class Blocks(nn.Module):
 
 
 @contextlib.contextmanager
-def accelerator(ours: bool, **given: Any) -> Iterator[Any]:
+def accelerator(ours, **given):
     """A new `Accelerator` of ours or of accelerate, and nothing of it left behind."""
     import accelerate
 
@@ -60,7 +56,7 @@ def accelerator(ours: bool, **given: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind():
     from accelerate.state import AcceleratorState, GradientState
 
     torch._dynamo.reset()
@@ -71,7 +67,7 @@ def nothing_left_behind() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def arguments(case: str) -> dict[str, Any]:
+def arguments(case):
     """What both kinds of `Accelerator` are given."""
     from accelerate.utils import DDPCommunicationHookType as Hook
     from accelerate.utils import DistributedDataParallelKwargs as Given
@@ -87,7 +83,7 @@ def arguments(case: str) -> dict[str, Any]:
     }[case]
 
 
-def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], int]:
+def train(ours, case, folder):
     """Losses of the steps, parameters, how many were synchronised; halfway all is saved and loaded again."""
     with accelerator(ours, **arguments(case)) as this:
         model = Blocks()
@@ -120,18 +116,15 @@ def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float],
         return losses, nn.utils.parameters_to_vector(inner.parameters()).tolist(), synced
 
 
-def train_side_by_side(case: str, folder: str) -> tuple[Any, Any]:
-    with as_launched():
-        return train(True, case, f"{folder}/ours"), train(False, case, f"{folder}/theirs")
-
-
 @pytest.mark.parametrize("case", ["compiled", "regional", pytest.param("accumulated", marks=pytest.mark.nightly)])
-def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> None:
-    assert_same_steps(ranks2.run(train_side_by_side, case, str(tmp_path)))
+@on_ranks("ranks2")
+def test_every_step_as_accelerates(case, tmp_path):
+    with as_launched():
+        assert_same_steps(train(True, case, f"{tmp_path}/ours"), train(False, case, f"{tmp_path}/theirs"))
 
 
 @on_ranks("ranks2")
-def test_sync_in_backward_of_a_compiled_model() -> None:
+def test_sync_in_backward_of_a_compiled_model():
     """Gradients after `trigger_sync_in_backward` inside `no_sync`."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = this.prepare(nn.Linear(2, 1, bias=False))
@@ -149,7 +142,7 @@ def test_sync_in_backward_of_a_compiled_model() -> None:
 
 
 @on_ranks("ranks2")
-def test_never_silently() -> None:
+def test_never_silently():
     """accelerate itself gives a model that was prepared for evaluation before back as it is: not reduced."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = Blocks()
@@ -157,9 +150,9 @@ def test_never_silently() -> None:
         assert isinstance(this.prepare(model)._orig_mod, dp_compile.DistributedDataParallel)
 
 
-def run_the_page(code: str) -> tuple[list[float], list[str]]:
+def run_the_page(code):
     """The page's lines on data of this rank's own: the parameters, and what was saved."""
-    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": nn.functional.mse_loss}
+    names = {"Model": lambda: nn.Linear(4, 3), "loss_fn": nn.functional.mse_loss}
     torch.manual_seed(dist.get_rank())
     names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
     with as_launched(), nothing_left_behind(), tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
@@ -170,16 +163,13 @@ def run_the_page(code: str) -> tuple[list[float], list[str]]:
     return values, files
 
 
-def test_the_page(ranks2: Ranks) -> None:
+def test_the_page(ranks2):
     (one, files), (other, _) = ranks2.run(run_the_page, python_of("integrations.md", "accelerate"))
     assert one == other
     assert files == ["model.safetensors"]
 
 
-# --- accelerate's own tests -------------------------------------------------------------------------------------
-
-
-def test_accelerates_own(tmp_path: Path) -> None:
+def test_accelerates_own(tmp_path):
     """As its authors wrote them, with our `Accelerator` under its name."""
     environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     tests = Path(__file__).parents[1]
@@ -197,16 +187,13 @@ def test_accelerates_own(tmp_path: Path) -> None:
     assert done.stdout.count("through") == 2
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
-
-
-def make(given: dict[str, Any], model: nn.Module | None = None) -> None:
+def make(given, model=None):
     with as_launched(), accelerator(True, **given) as this:
         if model is not None:
             this.prepare(model)
 
 
-def refusals() -> list[tuple[dict[str, Any], Any, str]]:
+def refusals():
     """Arguments that are not allowed, and models that are reduced already."""
     from accelerate.utils import DistributedDataParallelKwargs as Given
 
@@ -220,7 +207,7 @@ def refusals() -> list[tuple[dict[str, Any], Any, str]]:
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(monkeypatch):
     for given, wrap, message in refusals():
         model = wrap(Blocks())
         for each in (model, torch.compile(model, backend="aot_eager")):
@@ -229,3 +216,134 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP: asked for by a plugin"):
         make({})
+
+
+TEXT = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text().encode()
+ACCUMULATED = {
+    "torch_compile": True,
+    "torch_compile_backend": "aot_eager",
+    "gradient_accumulation_steps": 2,
+    "average_tokens_across_devices": True,
+    "gradient_checkpointing": True,
+    "ddp_broadcast_buffers": False,
+}
+
+
+def texts():
+    """Lines of different lengths, so that ranks do not have equally many tokens."""
+    lines = [line[:40] for line in TEXT.splitlines() if len(line) > 8]
+    return [{"input_ids": list(line)} for line in lines[: 4 * STEPS * 2]]
+
+
+def padded(examples):
+    rows = [torch.tensor(example["input_ids"]) for example in examples]
+    ids = nn.functional.pad(nn.utils.rnn.pad_sequence(rows, batch_first=True), (0, 40 - max(map(len, rows))))
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def trainer_of(ours, folder, **options):
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from dp_compile.integrations.transformers import DPCompileTrainer
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, n_positions=64, use_cache=False, **no_dropout)
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_steps=STEPS // 2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    kind = DPCompileTrainer if ours else Trainer
+    model = GPT2LMHeadModel(config)
+    return kind(model=model, args=arguments, train_dataset=texts(), data_collator=padded)
+
+
+def ways_of(trainer):
+    """Lets a trainer remember which way its backwards went, in the set that is returned."""
+    from transformers import TrainerCallback
+
+    ways = set()
+
+    class Ways(TrainerCallback):
+        def on_train_end(self, *args, model, **kwargs):
+            ways.update(dp_compile.report(model).backwards)
+
+    trainer.add_callback(Ways())
+    return ways
+
+
+def outcome(trainer):
+    """Losses and norms of the steps, and the parameters."""
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    norms = [float(entry["grad_norm"]) for entry in steps]
+    parameters = nn.utils.parameters_to_vector(trainer.model.parameters()).tolist()
+    return [entry["loss"] for entry in steps], norms, parameters
+
+
+@pytest.mark.skipif(
+    find_spec("accelerate") is None or find_spec("transformers") is None,
+    reason="transformers or accelerate is not installed: pip install -e '.[test-integrations]'",
+)
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@on_ranks("ranks2")
+def test_every_step_as_transformers(resumed, tmp_path):
+    """Both trainers; or ours goes on from where the other one was halfway."""
+    from accelerate.state import AcceleratorState
+
+    with as_launched():
+        theirs = trainer_of(False, f"{tmp_path}/theirs", **ACCUMULATED)
+        theirs.train()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        ours = trainer_of(True, f"{tmp_path}/ours", **ACCUMULATED)
+        ways, halfway = ways_of(ours), None
+        if resumed:
+            ours.evaluate(texts()[:8])  # transformers would not wrap its model any more
+            halfway = f"{tmp_path}/theirs/checkpoint-{STEPS // 2}"
+        ours.train(resume_from_checkpoint=halfway)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        dist.barrier()
+        saved = json.loads(Path(tmp_path, "ours", f"checkpoint-{STEPS}", "config.json").read_text())
+        assert (type(ours.model).__name__, saved["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
+        assert ways - {"without sync"} == {"captured"}
+        assert len(outcome(ours)[0]) == STEPS
+        assert_same_steps(outcome(ours), outcome(theirs))
+
+
+@pytest.mark.skipif(
+    find_spec("accelerate") is None or find_spec("transformers") is None,
+    reason="transformers or accelerate is not installed: pip install -e '.[test-integrations]'",
+)
+@on_ranks("ranks2")
+def test_models_that_would_not_be_reduced(tmp_path):
+    from dp_compile.integrations import transformers as ours
+
+    class Alone(ours.DPCompileMixin):
+        pass
+
+    class Shards(ours.DPCompileTrainer):
+        """Prepares its model in a way of its own, as transformers does for shards."""
+
+        def _prepare_for_training(self, *args):
+            prepared = super()._prepare_for_training(*args)
+            return self.accelerator.unwrap_model(prepared[0]), *prepared[1:]
+
+    def refused(text):
+        return pytest.raises(dp_compile.DPCompileError, match=f"^{text}")
+
+    with as_launched():
+        made = trainer_of(True, str(tmp_path))
+        with refused("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both"):
+            Alone()
+        with refused("GPT2LMHeadModel was not wrapped by dp_compile"):
+            Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train()
+        with refused("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too"):
+            type(made)(model=dp_compile.replicate(made.model), args=made.args)

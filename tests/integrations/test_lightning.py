@@ -1,35 +1,33 @@
 """`strategy="dp_compile"` against Lightning's `ddp`, every step on two ranks: Trainer and Fabric, their BoringModel."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from launched import as_launched, assert_same_steps
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import dp_compile
 from dp_compile.replication.module import state_of
-from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("lightning") is None, reason="lightning is not installed: pip install -e '.[test-integrations]'"
+)
+NEEDS_THE_OTHER = pytest.mark.skipif(
+    find_spec("pytorch_lightning") is None, reason="install it by pip install pytorch_lightning"
 )
 STEPS = 20
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 @contextlib.contextmanager
-def quickly() -> Iterator[None]:
+def quickly():
     """Started by a launcher, without code generation."""
     defaults = dp_compile.ReplicateConfig.__init__.__kwdefaults__
     with as_launched(), mock.patch.dict(defaults, backend="aot_eager"):
@@ -39,44 +37,44 @@ def quickly() -> Iterator[None]:
 class Layer(nn.Sequential):
     """A class of its own: Dynamo compiles none of torch's in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         # In front of the norm a bias has no gradient but rounding errors, which AdamW makes as large as others.
         super().__init__(nn.Linear(32, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x)
 
 
-def module_of(boring: Any) -> Any:
+def module_of(boring):
     """Lightning's own `BoringModel` with another layer, which remembers the losses of its steps."""
 
     class Boring(boring.BoringModel):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = Layer()
-            self.losses: list[float] = []
-            self.told: set[str] = set()
+            self.losses = []
+            self.told = set()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return {"loss": self.loss(self(batch))}
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             self.losses.append(outputs["loss"].item())
 
-        def on_train_end(self) -> None:
+        def on_train_end(self):
             wrapper = self.trainer.strategy.model
             if isinstance(wrapper, dp_compile.DistributedDataParallel):
                 hook = state_of(wrapper).planning.comm_hook
                 self.told = {*dp_compile.report(wrapper).backwards, *([] if hook is None else [hook.name])}
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     return Boring()
 
 
-def strategy_of(package: str, ours: bool, case: str) -> Any:
+def strategy_of(package, ours, case):
     """What `strategy=` is given: a name; or an object, if there is something to say."""
     strategies = import_module("lightning.pytorch.strategies" if package == "lightning" else f"{package}.strategies")
     if ours:
@@ -84,16 +82,16 @@ def strategy_of(package: str, ours: bool, case: str) -> Any:
         options = {"ddp_comm_hook": fp16_compress_hook, "find_unused_parameters": True}
         return made(**options) if case == "accumulated" else "dp_compile"
 
-    class Hooked(strategies.DDPStrategy):  # type: ignore[misc, name-defined]
+    class Hooked(strategies.DDPStrategy):
         """Lightning leaves hooks out on CPUs, without a word."""
 
-        def _register_ddp_hooks(self) -> None:
+        def _register_ddp_hooks(self):
             self.model.register_comm_hook(None, fp16_compress_hook)
 
     return Hooked() if case == "accumulated" else "ddp"
 
 
-def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], list[float]]:
+def fit(package, ours, case, folder):
     pl = import_module("lightning.pytorch" if package == "lightning" else package)
     boring = import_module(f"{pl.__name__}.demos.boring_classes")
     torch._dynamo.reset()
@@ -124,25 +122,20 @@ def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], 
     return module.losses, nn.utils.parameters_to_vector(module.parameters()).tolist()
 
 
-def fit_side_by_side(package: str, case: str, folder: str) -> tuple[Any, Any]:
-    with quickly():
-        return fit(package, True, case, folder), fit(package, False, case, folder)
-
-
 @pytest.mark.parametrize(
     ("package", "case"),
-    [("lightning", "accumulated"), pytest.param("pytorch_lightning", "compiled", marks=pytest.mark.nightly)],
+    [
+        ("lightning", "accumulated"),
+        pytest.param("pytorch_lightning", "compiled", marks=[pytest.mark.nightly, NEEDS_THE_OTHER]),
+    ],
 )
-def test_every_step_as_ddp(ranks2: Ranks, package: str, case: str, tmp_path: Path) -> None:
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install {package}")
-    assert_same_steps(ranks2.run(fit_side_by_side, package, case, str(tmp_path)))
+@on_ranks("ranks2")
+def test_every_step_as_ddp(package, case, tmp_path):
+    with quickly():
+        assert_same_steps(fit(package, True, case, str(tmp_path)), fit(package, False, case, str(tmp_path)))
 
 
-# --- Fabric -----------------------------------------------------------------------------------------------------
-
-
-def by_fabric(strategy: str, folder: str) -> tuple[list[float], list[float]]:
+def by_fabric(strategy, folder):
     """Accumulation, clipping, a checkpoint halfway."""
     from lightning.fabric import Fabric
 
@@ -177,10 +170,7 @@ def by_fabric(strategy: str, folder: str) -> tuple[list[float], list[float]]:
     return losses, nn.utils.parameters_to_vector(plain.parameters()).tolist()
 
 
-def fabric_side_by_side(folder: str) -> tuple[Any, Any]:
+@on_ranks("ranks2")
+def test_every_step_as_fabrics_ddp(tmp_path):
     with quickly():
-        return by_fabric("dp_compile", folder), by_fabric("ddp", folder)
-
-
-def test_every_step_as_fabrics_ddp(ranks2: Ranks, tmp_path: Path) -> None:
-    assert_same_steps(ranks2.run(fabric_side_by_side, str(tmp_path)))
+        assert_same_steps(by_fabric("dp_compile", tmp_path), by_fabric("ddp", tmp_path))

@@ -1,12 +1,8 @@
 """`parallelize` in torchtitan's own trainer, on two ranks: every step beside its own FSDP, on its debug model."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Iterator
+import re
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +10,7 @@ import titan_jobs
 import torch
 import torch.distributed as dist
 from launched import as_launched, assert_same_steps
+from on_ranks import on_ranks
 from torch import nn
 
 import dp_compile
@@ -28,32 +25,35 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def titan_ranks() -> Iterator[Ranks]:
+def titan_ranks():
     """Two that nobody else uses: torchtitan patches torch's fake mode, and switches a cache of Dynamo off."""
     ranks = Ranks(2, "forkserver")
     yield ranks
     ranks.stop()
 
 
-def with_ours(config: Any) -> Any:
+def with_ours(config):
     from dp_compile.integrations.torchtitan import parallelize
 
     config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=parallelize)
     return config
 
 
-def changes_of(case: str) -> dict[str, Any]:
+def changes_of(case):
     titan_jobs.load()
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-    given: dict[str, dict[str, Any]] = {
+    given = {
         "accumulated": {"training__global_batch_size": 12},
         "bfloat16": {"training__mixed_precision_param": "bfloat16", "activation_checkpoint": SelectiveAC.Config()},
     }
     return {"compile__enable": True, **given[case]}
 
 
-def side_by_side(case: str, folder: str) -> tuple[Any, Any]:
+@pytest.mark.parametrize("case", ["accumulated", "bfloat16"])
+@on_ranks("titan_ranks")
+def test_every_step_as_torchtitans(case, tmp_path):
+    folder = str(tmp_path)
     with as_launched():
         changes = changes_of(case)
         *ours, trainer = titan_jobs.run(with_ours(titan_jobs.job(**changes)), folder)
@@ -63,18 +63,10 @@ def side_by_side(case: str, folder: str) -> tuple[Any, Any]:
         assert len(ours[0]) == titan_jobs.STEPS
         # With torchtitan's other kinds of SPMD its FSDP wants a later torch than 2.13.
         *theirs, _ = titan_jobs.run(titan_jobs.job(parallelism__spmd_backend="partial_dtensor", **changes), folder)
-        return ours, theirs
+        assert_same_steps(ours, theirs)
 
 
-@pytest.mark.parametrize("case", ["accumulated", "bfloat16"])
-def test_every_step_as_torchtitans(titan_ranks: Ranks, case: str, tmp_path: Path) -> None:
-    assert_same_steps(titan_ranks.run(side_by_side, case, str(tmp_path)))
-
-
-# --- what is refused --------------------------------------------------------------------------------------------
-
-
-def call(config: Any, model: nn.Module | None = None, **options: Any) -> nn.Module:
+def call(config, model=None, **options):
     """What torchtitan's trainer does with the function, without the trainer."""
     from torchtitan.distributed import ParallelDims
 
@@ -95,21 +87,21 @@ def call(config: Any, model: nn.Module | None = None, **options: Any) -> nn.Modu
     )
 
 
-def in_chunks() -> Any:
+def in_chunks():
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     return llama3_debugmodel().loss
 
 
-def with_gradients() -> None:
+def with_gradients():
     """A loop of one's own that never sets gradients to zero."""
-    model: Any = call(titan_jobs.job()).to_empty(device="cpu")
+    model = call(titan_jobs.job()).to_empty(device="cpu")
     model.init_weights()
     for _ in range(2):
         model(torch.ones(1, 32, dtype=torch.long)).sum().backward()
 
 
-def refusals(folder: str) -> dict[str, Callable[[], object]]:
+def refusals(folder):
     job, replicas = titan_jobs.job, "parallelism__data_parallel_replicate_degree"
     gpu = mock.patch("torch.cuda.is_available", return_value=True)
     divided = dp_compile.ReplicateConfig(gradient_divide_factor=2.0)
@@ -131,20 +123,10 @@ def refusals(folder: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def refused(folder: str) -> dict[str, str]:
-    """What is said, by what is expected."""
+@on_ranks("titan_ranks")
+def test_what_is_refused(tmp_path):
     with as_launched():
         titan_jobs.load()
-        texts = {}
-        for expected, wrong in refusals(folder).items():
-            try:
+        for expected, wrong in refusals(str(tmp_path)).items():
+            with pytest.raises(dp_compile.DPCompileError, match=re.escape(expected)):
                 wrong()
-                texts[expected] = "nothing"
-            except dp_compile.DPCompileError as error:
-                texts[expected] = str(error)
-        return texts
-
-
-def test_what_is_refused(titan_ranks: Ranks, tmp_path: Path) -> None:
-    for texts in titan_ranks.run(refused, str(tmp_path)):
-        assert {expected: text for expected, text in texts.items() if expected not in text} == {}

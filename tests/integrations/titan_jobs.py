@@ -1,23 +1,14 @@
-"""Jobs of torchtitan's debug model on CPUs, for which torchtitan itself is not made.
-
-What stands in for a device, and nothing else: its trainer asks a device module for names, memory and numbers that
-`torch.cpu` has not, and one of its files loads triton, which torch for CPUs has not. The wheel has neither tokenizer
-nor text: tokens are drawn here. For ranks that nobody else uses: torchtitan changes settings of torch's compiler.
-"""
-
-from __future__ import annotations
+"""Jobs of torchtitan's debug model on CPUs: what stands in for a device, triton, tokenizer and text.
+For ranks of their own: torchtitan changes settings of torch's compiler."""
 
 import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._triton import has_triton_package
@@ -28,27 +19,27 @@ STEPS, VOCABULARY = 20, 2048
 class _CPU:
     """`torch.cpu`, with what torchtitan asks of a device beyond it."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(torch.cpu, name)
 
     @staticmethod
-    def current_device() -> int:
+    def current_device():
         return 0
 
     @staticmethod
-    def get_device_name(_: object) -> str:
+    def get_device_name(_):
         return "CPU"
 
     @staticmethod
-    def get_device_properties(_: object) -> Any:
+    def get_device_properties(_):
         return SimpleNamespace(total_memory=2**30)
 
     @staticmethod
-    def memory_stats(_: object) -> dict[str, int]:
+    def memory_stats(_):
         return {}
 
     @staticmethod
-    def nothing() -> None:
+    def nothing():
         pass
 
     reset_peak_memory_stats = empty_cache = nothing
@@ -61,10 +52,10 @@ class Tokens:
     rank: int = 0
     shape: tuple[int, int] = (0, 0)
 
-    def build(self, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> Tokens:
+    def build(self, *, dp_rank, seq_len, local_batch_size, **_):
         return Tokens(dp_rank, (local_batch_size, seq_len + 1))
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def __iter__(self):
         generator = torch.Generator().manual_seed(self.rank)
         while True:
             tokens = torch.randint(VOCABULARY, self.shape, generator=generator)
@@ -75,11 +66,11 @@ class Tokens:
 
 @dataclasses.dataclass
 class NoTokenizer:
-    def build(self, **_: Any) -> None:
+    def build(self, **_):
         return None
 
 
-def load() -> None:
+def load():
     """Import torchtitan in this process."""
     if "torchtitan.trainer" in sys.modules:
         return
@@ -96,7 +87,7 @@ def load() -> None:
         del sys.modules[name]
 
 
-def small(config: Any) -> Any:
+def small(config):
     """torchtitan's debug job with two layers, little data, and what runs on a CPU. It is changed and returned."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -110,7 +101,7 @@ def small(config: Any) -> Any:
     return config
 
 
-def job(**changes: Any) -> Any:
+def job(**changes):
     """The same in float32, on all ranks of the group. `changes`: fields, with `__` for dots."""
     load()
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -127,14 +118,14 @@ def job(**changes: Any) -> Any:
     return config
 
 
-def run(config: Any, folder: str) -> tuple[list[tuple[float, float]], np.ndarray[Any, Any], Any]:
+def run(config, folder):
     """What torchtitan's own trainer does with a job: loss and norm of each step, the parameters, the trainer."""
     from torchtitan.components.metrics import MetricsProcessor
 
     torch._dynamo.reset()
-    steps: list[tuple[float, float]] = []
+    steps = []
 
-    def log(self: Any, step: int, loss: float, max_loss: float, norm: float, **_: Any) -> None:
+    def log(self, step, loss, max_loss, norm, **_):
         steps.append((loss, norm))
 
     config.dump_folder = folder

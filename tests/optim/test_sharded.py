@@ -1,14 +1,11 @@
 """A sharded optimizer: where its parts lie and go, checkpoints, and what is refused. `test_ways.py` has the numbers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
 import time
-from collections.abc import Callable
+from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,35 +13,36 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from on_ranks import on_ranks
-from parity import batch
-from poison import poisoned
+from parity import batch, poisoned
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from twins import ADAMW, SGD, SMALL, Last, Make, Net, Twins, assert_same, made
+from twins import ADAMW, SGD, SMALL, Last, Net, assert_same, made
 
 import dp_compile
 from dp_compile.optim import full_state_dict
 from dp_compile.optim import shard as sharded_optimizer
 from dp_compile.optim.shard import Shard
+from dp_compile.optim.shards import numel_of_part, pieces_of
 from dp_compile.passes.memory import BucketMemory
+from dp_compile.plan.backends import GLOO
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
 
 
-def sharded(*args: Any, **options: Any) -> Twins:
+def sharded(*args, **options):
     return made("sharded", *args, **options)
 
 
-def one_group(parameters: Any) -> torch.optim.Optimizer:
+def one_group(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-Attempts = list[tuple[str, Callable[[], object]]]
-
-
-def refuse(attempts: Attempts) -> None:
+def refuse(attempts):
     for text, attempt in attempts:
         with pytest.raises(dp_compile.DPCompileError, match=text):
             attempt()
@@ -55,7 +53,7 @@ def refuse(attempts: Attempts) -> None:
     [(0.05, None), *(pytest.param(None, wish, marks=pytest.mark.nightly) for wish in (None, False))],
 )
 @on_ranks("ranks")
-def test_generated_code(max_norm: float | None, wish: bool | None) -> None:
+def test_generated_code(max_norm, wish):
     """Through Inductor, in its own memory, or in that of the step before."""
     config = dp_compile.ReplicateConfig(bucket_cap_mb=1e-4, gradient_as_bucket_view=wish)
     both = sharded(make=ADAMW, config=config, max_norm=max_norm)
@@ -74,16 +72,16 @@ def test_generated_code(max_norm: float | None, wish: bool | None) -> None:
 
 
 @on_ranks("ranks2")
-def test_no_gap_is_sent_where_somebody_looks_for_nan() -> None:
+def test_no_gap_is_sent_where_somebody_looks_for_nan():
     """What lies in gaps is not defined; where NCCL looks for NaN in all that it sends, zeros."""
-    launched: list[torch.Tensor] = []
+    launched = []
     launch = sharded_optimizer.launch_gather
 
-    def seen(stage: Any, gathered: torch.Tensor) -> Any:
+    def seen(stage, gathered):
         launched.append(gathered.clone())
         return launch(stage, gathered)
 
-    def garbage(self: Any, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def garbage(self, number, numel, dtype, device):
         return torch.full((numel,), torch.nan, dtype=dtype, device=device)
 
     with (
@@ -98,7 +96,7 @@ def test_no_gap_is_sent_where_somebody_looks_for_nan() -> None:
     assert len(launched) > 1
 
 
-def one_small_part() -> None:
+def one_small_part():
     """Ranks without a piece take part in all, with a scaler too."""
     one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2))
     both = sharded(lambda: nn.Linear(6, 1, bias=False), one_group, given={"scaler": one}, max_norm=0.05)
@@ -109,34 +107,33 @@ def one_small_part() -> None:
 class HalfFirst(nn.Module):
     """Its first parameter is narrower than the norm of all gradients is large."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.rest = nn.Parameter(torch.zeros(6).half()), nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.rest(x) * 1e3 + self.first.float()
-        return result
+    def forward(self, x):
+        return self.rest(x) * 1e3 + self.first.float()
 
 
-def norm_of_two_dtypes() -> None:
+def norm_of_two_dtypes():
     both = sharded(HalfFirst, make=lambda each: torch.optim.SGD(each, lr=0.1), max_norm=1.0)
     both.train(0, 1)
-    assert both.mine.total_norm > 1e5  # type: ignore[attr-defined]
+    assert both.mine.total_norm > 1e5
 
 
 @pytest.mark.parametrize("scenario", [one_small_part, norm_of_two_dtypes])
-def test_a_module_smaller_than_its_padding_and_one_of_two_dtypes(ranks2: Ranks, scenario: Callable[[], None]) -> None:
+def test_a_module_smaller_than_its_padding_and_one_of_two_dtypes(ranks2, scenario):
     ranks2.run(scenario)
 
 
 @on_ranks("ranks")
-def test_what_is_not_there_is_said() -> None:
+def test_what_is_not_there_is_said():
     """Never a norm of 0, a state without its other parts, a step of a rank's own."""
     both = sharded(make=ADAMW)
     both.train(0)
     both.backward(1)
     parameters = [*both.ours.parameters()]
-    attempts: Attempts = [
+    attempts = [
         ("max_norm=", lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0)),
         ("max_norm=", lambda: torch.nn.utils.clip_grad_value_(parameters, 1.0)),
         ("max_norm=", lambda: [each.grad.norm() for each in parameters if each.grad is not None]),
@@ -161,7 +158,7 @@ def test_what_is_not_there_is_said() -> None:
 
 @pytest.mark.parametrize(("way", "max_norm"), [("sharded", None), ("sharded", 0.05), ("next forward", None)])
 @on_ranks("ranks")
-def test_parameters_in_other_memory(way: str, max_norm: float | None) -> None:
+def test_parameters_in_other_memory(way, max_norm):
     config = dp_compile.ReplicateConfig(backend="aot_eager")
     both = made(way, make=ADAMW, config=config, max_norm=max_norm)
     both.train(*range(6))
@@ -178,11 +175,11 @@ def test_parameters_in_other_memory(way: str, max_norm: float | None) -> None:
 
 @pytest.mark.parametrize("way", ["sharded", "next forward"])
 @on_ranks("ranks")
-def test_parameters_are_waited_for(way: str) -> None:
+def test_parameters_are_waited_for(way):
     """The other ranks are there long before the last one sends what it has updated."""
     gather = Shard._gather
 
-    def late(self: Shard, *args: Any) -> None:
+    def late(self, *args):
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.3)
         gather(self, *args)
@@ -197,11 +194,8 @@ def test_parameters_are_waited_for(way: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 @on_ranks("ranks")
-def test_a_state_of_a_plain_optimizer_and_back() -> None:
+def test_a_state_of_a_plain_optimizer_and_back():
     both = sharded(make=ADAMW)
     both.train(0, 1)
     assert_same(full_state_dict(both.mine), both.other.state_dict())
@@ -226,12 +220,12 @@ def test_a_state_of_a_plain_optimizer_and_back() -> None:
         full_state_dict(both.mine, to=9)
 
 
-STATES: dict[str, tuple[Callable[[], nn.Module], Make]] = {"sgd": (Net, SGD), "channels last": (Last, ADAMW)}
+STATES = {"sgd": (Net, SGD), "channels last": (Last, ADAMW)}
 
 
 @pytest.mark.parametrize("name", STATES)
 @on_ranks("ranks4")
-def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(tmp_path: Path, name: str) -> None:
+def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(tmp_path, name):
     """As a whole, through torch's distributed checkpoint; fewer ranks go on from it, whose buckets are others."""
     torch.manual_seed(1)
     build, make = STATES[name]
@@ -265,12 +259,12 @@ def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(tmp_path: Path, name: 
             assert len(full_state_dict(optimizer)["state"]) == len(state["state"])
 
 
-def turn(model: nn.Module) -> nn.Module:
-    return model.to(memory_format=torch.channels_last if model.stem.weight.is_contiguous() else torch.contiguous_format)  # type: ignore[union-attr,operator,call-overload,no-any-return]
+def turn(model):
+    return model.to(memory_format=torch.channels_last if model.stem.weight.is_contiguous() else torch.contiguous_format)
 
 
 @on_ranks("ranks2")
-def test_another_memory_format() -> None:
+def test_another_memory_format():
     """Parameters whose elements lie otherwise than their gradients."""
     both = sharded(Last, make=one_group)
     both.train(0)
@@ -284,24 +278,21 @@ def test_another_memory_format() -> None:
     both.train(1)
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
 class Complex(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.factor = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_what_is_refused() -> None:
-    def ready(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+def test_what_is_refused():
+    def ready(build=Net, **options):
         return dp_compile.replicate(build(), **{"config": SMALL} | options)
 
-    def shard(model: Any, kind: Any = torch.optim.AdamW) -> Any:
+    def shard(model, kind=torch.optim.AdamW):
         return dp_compile.optim.in_backward(model, kind(model.parameters(), lr=0.1), shard=True)
 
-    def foreign() -> None:
+    def foreign():
         model = ready()
         everything = [*model.parameters(), nn.Parameter(torch.ones(2))]
         dp_compile.optim.in_backward(model, torch.optim.SGD(everything, lr=0.1), shard=True)
@@ -311,7 +302,7 @@ def test_what_is_refused() -> None:
     parameters = [*twice.parameters()]
     dp_compile.optim.in_backward(twice, torch.optim.SGD(parameters[:4], lr=0.1), shard=True)
     shard(joined)
-    attempts: Attempts = [
+    attempts = [
         ("comm hook", lambda: shard(hooked)),
         ("factor is complex", lambda: shard(ready(Complex))),
         ("is not in the module", foreign),
@@ -322,3 +313,31 @@ def test_what_is_refused() -> None:
         ("needs whole gradients", lambda: joined.register_comm_hook(None, default_hooks.fp16_compress_hook)),
     ]
     refuse(attempts)
+
+
+def plan_of(numels, ranks, alignment_bytes, backend=GLOO):
+    keys = [
+        BucketKey(Averaging(scattered=scattered).reduction("g", backend, ranks, "float32"), "float32", "cpu")
+        for scattered in (True, False)
+    ]
+    specs = [GradientSpec(index, f"p{index}", (numel,), (1,), 4, keys[0]) for index, numel in enumerate(numels)]
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (9,), (1,), 4, keys[1])
+    layout = Layout(alignment_bytes)
+    return plan_buckets([*specs, flags], bucket_cap_mb=2e-4, first_bucket_cap_mb=1e-4, layout=layout)
+
+
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([1, 16, 64]))
+def test_every_element_is_one_rank_s(numels, ranks, alignment_bytes):
+    plan = plan_of(numels, ranks, alignment_bytes)
+    met = Counter[tuple[int, int]]()
+    for rank in range(ranks):
+        for piece in pieces_of(plan, rank):
+            met.update((piece.index, element) for element in range(piece.start, piece.stop))
+            bucket = plan.buckets[piece.bucket]
+            (member,) = [each for each in bucket.members if each.gradient.index == piece.index]
+            # Where the reduce-scatter puts it: parts follow each other.
+            assert piece.offset == member.offset + piece.start
+            first = rank * numel_of_part(plan, piece.bucket)
+            assert first <= piece.offset
+            assert piece.offset + piece.numel <= first + numel_of_part(plan, piece.bucket)
+    assert met == Counter((index, element) for index, numel in enumerate(numels) for element in range(numel))

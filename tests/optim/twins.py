@@ -1,7 +1,5 @@
 """A model whose optimizer updates in the backward, and its twin that trains as usual."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,41 +23,38 @@ Make = Callable[[Any], torch.optim.Optimizer]
 class Net(nn.Module):
     """Residual layers; two of them may share their weight."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied=False):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.norm = nn.LayerNorm(6)
         if tied:
             self.layers[3].weight = self.layers[0].weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x)) + x
-        result: torch.Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 class Last(nn.Module):
     """Memory in the order of channels-last, a scalar, sizes that nothing divides."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
         self.rest, self.scale = nn.Linear(5, 6), nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         images = x.repeat(1, 8).view(len(x), 3, 4, 4)
-        result: torch.Tensor = self.rest(self.stem(images).mean((2, 3))) * self.scale
-        return result
+        return self.rest(self.stem(images).mean((2, 3))) * self.scale
 
 
-def two_groups(kind: Any, **options: Any) -> Make:
-    def make(parameters: Any) -> torch.optim.Optimizer:
+def two_groups(kind, **options):
+    def make(parameters):
         every = list(parameters)
         flat = [each for each in every if each.dim() == 1]
         matrices = [each for each in every if each.dim() > 1]
-        optimizer: torch.optim.Optimizer = kind([{"params": matrices}, {"params": flat, "lr": 0.03}], **options)
-        return optimizer
+        return kind([{"params": matrices}, {"params": flat, "lr": 0.03}], **options)
 
     return make
 
@@ -84,9 +79,7 @@ class Twins:
     scalers: tuple[torch.amp.GradScaler, torch.amp.GradScaler] | None = None
     """Ours, which its optimizer knows of, and that of `theirs`."""
 
-    def backward(
-        self, number: int, *, sync: bool = True, broken: bool = False, factor: float = 1.0, **options: Any
-    ) -> None:
+    def backward(self, number, *, sync=True, broken=False, factor=1.0, **options):
         """In a `broken` one nothing of ours is captured on this rank. `factor`: of what this rank puts in."""
         with warnings.catch_warnings(), nullcontext() if sync else dp_compile.no_sync(self.ours):
             warnings.simplefilter("ignore")
@@ -94,16 +87,16 @@ class Twins:
                 self.scaled(0, self.run(batch(number) * factor)).backward(**options)
         self.backward_of_theirs(number, sync=sync, factor=factor, **options)
 
-    def backward_of_theirs(self, number: int, *, sync: bool = True, factor: float = 1.0, **options: Any) -> None:
-        theirs: Any = self.theirs
+    def backward_of_theirs(self, number, *, sync=True, factor=1.0, **options):
+        theirs = self.theirs
         with nullcontext() if sync else theirs.no_sync():
             self.scaled(1, self.run_theirs(batch(number) * factor)).backward(**options)
 
-    def scaled(self, whose: int, outputs: torch.Tensor) -> torch.Tensor:
+    def scaled(self, whose, outputs):
         loss = outputs.square().mean()
         return loss if self.scalers is None else self.scalers[whose].scale(loss)
 
-    def step(self, *, zero: bool = True) -> None:
+    def step(self, *, zero=True):
         self._stepped(0, self.mine)
         if self.scalers is not None:
             self.scalers[1].unscale_(self.other)
@@ -112,26 +105,26 @@ class Twins:
                 [each for group in self.other.param_groups for each in group["params"]], self.max_norm
             )
             if self.scalers is None or norm.isfinite():  # else a rank that fell back leaves the step out
-                torch.testing.assert_close(self.mine.total_norm, norm)  # type: ignore[attr-defined]
+                torch.testing.assert_close(self.mine.total_norm, norm)
         self._stepped(1, self.other)
         self.other.zero_grad()
         if zero:
             self.mine.zero_grad()
 
-    def _stepped(self, whose: int, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped(self, whose, optimizer):
         if self.scalers is None:
             optimizer.step()
             return
         self.scalers[whose].step(optimizer)
         self.scalers[whose].update()
 
-    def train(self, *numbers: int) -> None:
+    def train(self, *numbers):
         for number in numbers:
             self.backward(number)
             self.step()
             self.compare()
 
-    def compare(self) -> None:
+    def compare(self):
         exact = not (self.nearly or isinstance(self.theirs, DistributedDataParallel))
         bounds = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
         for (name, mine), other in zip(self.ours.named_parameters(), self.theirs.parameters(), strict=True):
@@ -143,27 +136,27 @@ class Twins:
         assert self.scalers is None or self.scalers[0].get_scale() == self.scalers[1].get_scale()
 
     @property
-    def updated(self) -> int:
+    def updated(self):
         """How many parameters compiled backwards update, at most."""
         return max((record.updated for record in dp_compile.report(self.ours).captures), default=0)
 
 
 def twins(
-    build: Callable[[], nn.Module] = Net,
-    make: Make = SGD,
+    build=Net,
+    make=SGD,
     *,
-    beside_ddp: bool = False,
-    compile_model: Callable[[nn.Module], Any] = compile_whole,
-    config: dp_compile.ReplicateConfig = SMALL,
-    max_norm: float | None = None,
-    prepare: Callable[[nn.Module], object] = lambda model: None,
-    given: dict[str, Any] | None = None,
-    compile_theirs: bool = False,
-    **options: Any,
-) -> Twins:
+    beside_ddp=False,
+    compile_model=compile_whole,
+    config=SMALL,
+    max_norm=None,
+    prepare=lambda model: None,
+    given=None,
+    compile_theirs=False,
+    **options,
+):
     """`given` goes to `in_backward`, `options` to `replicate`."""
     torch._dynamo.reset()
-    models: list[nn.Module] = []
+    models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(build())
@@ -181,7 +174,7 @@ def twins(
     return Twins(ours, compile_model(ours), theirs, run_theirs, mine, other, max_norm)
 
 
-GIVEN: dict[str, dict[str, Any]] = {
+GIVEN = {
     "whole": {},
     "sharded": {"shard": True},
     "overlapping": {"overlap_forward": True},
@@ -190,12 +183,12 @@ GIVEN: dict[str, dict[str, Any]] = {
 """What `in_backward` is given in each way."""
 
 
-def waiting(module: nn.Module) -> Any:
+def waiting(module):
     """For `overlap_forward`."""
     return torch.compile(module, backend="dp_compile")
 
 
-def made(way: str, *args: Any, **options: Any) -> Twins:
+def made(way, *args, **options):
     """Twins with an optimizer of that way."""
     compiled = {"compile_model": waiting} if "overlap_forward" in GIVEN[way] else {}
     both = twins(*args, **{"given": {**GIVEN[way], **options.pop("given", {})}} | compiled | options)
@@ -204,12 +197,12 @@ def made(way: str, *args: Any, **options: Any) -> Twins:
     return both
 
 
-def id_of(each: Any) -> str:
+def id_of(each):
     """Of a scenario, or of what it is given."""
     if isinstance(each, tuple):
         return "-".join(map(id_of, each))
     return str(getattr(each, "__name__", each))
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -1,16 +1,13 @@
-"""Memory of large buckets is that of the backward before, and never what somebody still looks at."""
-
-from __future__ import annotations
+"""Memory of large buckets is that of the backward before, unless it is still read; gradients in their own memory."""
 
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
+from graphs import trace
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -19,7 +16,7 @@ import dp_compile
 from dp_compile._torch import storages
 from dp_compile.passes import memory as bucket_memory
 from dp_compile.passes.memory import BucketMemory
-from dp_compile.plan.buckets import Bucket
+from dp_compile.passes.pipeline import OwnMemory
 from dp_compile.replication.module import replica_of
 
 CPU = torch.device("cpu")
@@ -29,23 +26,22 @@ ROWS, WIDTH = 300, 16
 class Words(nn.Module):
     """An embedding, whose gradient is scattered, and two products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(ROWS, WIDTH)
         self.hidden, self.head = nn.Linear(WIDTH, 24), nn.Linear(24, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.hidden(self.words(x)).tanh())
-        return out
+    def forward(self, x):
+        return self.head(self.hidden(self.words(x)).tanh())
 
 
-def batch(seed: int) -> torch.Tensor:
+def batch(seed):
     return torch.randint(0, ROWS, (4, 7), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
-def code_of_kept() -> Iterator[None]:
+def code_of_kept():
     """Code for memory that is used again, made once for all tests: no key of Inductor's cache knows of the limit."""
     with pytest.MonkeyPatch.context() as patch, fresh_cache():
         patch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
@@ -53,16 +49,13 @@ def code_of_kept() -> Iterator[None]:
 
 
 @pytest.fixture
-def all_are_kept(code_of_kept: None) -> None:
+def all_are_kept(code_of_kept):
     torch._dynamo.reset()
-
-
-# --- the memory by itself ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["untyped_storage", "storage", "numpy", "detach"])
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_whatever_looks_at_the_memory_keeps_it(kind: str) -> None:
+def test_whatever_looks_at_the_memory_keeps_it(kind):
     memory = BucketMemory()
     gradient = memory.take(0, 8, torch.float32, CPU).fill_(1.0)
     where, held = gradient.data_ptr(), getattr(gradient, kind)()
@@ -74,7 +67,7 @@ def test_whatever_looks_at_the_memory_keeps_it(kind: str) -> None:
     del held
 
 
-def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch):
     """A thread of gloo's does, after it has said that it is done."""
     memory = BucketMemory()
     held = [memory.take(0, 8, torch.float32, CPU)]
@@ -83,13 +76,13 @@ def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert memory.take(0, 8, torch.float32, CPU).data_ptr() == where
 
 
-def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch):
     """A thread that sends a gradient away may let go of it between two questions."""
     memory = BucketMemory()
     memory.take(0, 8, torch.float32, CPU)
     (kept,) = memory.kept.values()
 
-    def shared_meanwhile(tensor: torch.Tensor) -> tuple[int, int]:
+    def shared_meanwhile(tensor):
         if tensor is kept.memory:
             tensor.share_memory_()
         return kept.alone
@@ -98,25 +91,22 @@ def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch: pytest.Monk
     assert not memory.take(0, 8, torch.float32, CPU).is_shared()
 
 
-def test_what_another_process_may_look_at_is_not_used_again() -> None:
+def test_what_another_process_may_look_at_is_not_used_again():
     memory = BucketMemory()
     assert memory.take(0, 8, torch.float32, CPU).share_memory_().is_shared()
     assert not memory.take(0, 8, torch.float32, CPU).is_shared()
 
 
-# --- in a backward ----------------------------------------------------------------------------------------------------
-
-
 class Training:
     """A replicated model beside a plain one; on the fake group its gradients are half of the plain one's."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         self.model = Words()
         self.plain = copy.deepcopy(self.model)
         dp_compile.replicate(self.model, **options)
-        self.run: Callable[..., torch.Tensor] = torch.compile(self.model)
+        self.run = torch.compile(self.model)
 
-    def step(self, seed: int, *, to_none: bool = True) -> list[torch.Tensor]:
+    def step(self, seed, *, to_none=True):
         """The gradients of a step."""
         self.model.zero_grad(set_to_none=to_none)
         self.plain.zero_grad()
@@ -124,23 +114,22 @@ class Training:
         self.plain(batch(seed)).square().mean().backward()
         found = []
         for parameter, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad, other.grad / 2)  # type: ignore[operator]
+            torch.testing.assert_close(parameter.grad, other.grad / 2)
             found.append(parameter.grad)
         return found
 
     @property
-    def plan(self) -> tuple[Bucket, ...]:
+    def plan(self):
         return dp_compile.report(self.model).plan.buckets
 
     @property
-    def kept(self) -> list[int]:
+    def kept(self):
         """Where the memory lies that is kept."""
         return [each.memory.data_ptr() for each in replica_of(self.model).state.bucket_memory.kept.values()]
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_the_same_memory_in_each_step() -> None:
+def test_the_same_memory_in_each_step():
     training = Training(bucket_cap_mb=0.002)
     where = [each.data_ptr() for each in training.step(0)]
     assert len(training.kept) == len(training.plan) > 1
@@ -152,7 +141,7 @@ def test_the_same_memory_in_each_step() -> None:
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
+def test_a_gradient_that_somebody_kept_stays_what_it_was():
     training = Training()
     training.step(0)
     kept = training.step(1)
@@ -169,11 +158,8 @@ def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("captured", [True, False])
-def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(captured, monkeypatch):
     monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 32 * 2**20)
-    torch._dynamo.reset()
     training = Training(bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
     with nullcontext() if captured else torch.compiler.set_stance("force_eager"):  # then hooks reduce
         gradients = [each.data_ptr() for each in training.step(0)]
@@ -195,27 +181,27 @@ def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_no_bucket_lives_on_if_none_is_to() -> None:
+def test_no_bucket_lives_on_if_none_is_to():
     training = Training(gradient_as_bucket_view=False)
     training.step(0)
     assert not training.kept
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_two_modules_in_one_backward() -> None:
+def test_two_modules_in_one_backward():
     one, other = Training(), Training(bucket_cap_mb=0.002)
     for seed in range(3):
         for each in (one, other):
             each.model.zero_grad()
         (one.run(batch(seed)).square().mean() + other.run(batch(seed)).square().mean()).backward()
         for mine, its in zip(one.model.parameters(), other.model.parameters(), strict=True):
-            assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+            assert torch.equal(mine.grad, its.grad)
     assert len(one.kept) == 1
     assert len(other.kept) == len(other.plan)
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_memory_goes_with_the_module_and_with_the_plan() -> None:
+def test_memory_goes_with_the_module_and_with_the_plan():
     training = Training()
     training.step(0)
     model = weakref.ref(training.model)
@@ -231,7 +217,7 @@ def test_memory_goes_with_the_module_and_with_the_plan() -> None:
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_the_memory_is_there_before_anything_is_written_to_it() -> None:
+def test_the_memory_is_there_before_anything_is_written_to_it():
     """Also where Inductor moves collectives and what they need."""
     with inductor_config.patch(reorder_for_compute_comm_overlap=True, fx_graph_cache=False):
         _, codes = run_and_get_code(lambda: Training(bucket_cap_mb=0.002).step(0))
@@ -242,3 +228,100 @@ def test_the_memory_is_there_before_anything_is_written_to_it() -> None:
     assert len(calls) > 1
     assert max(calls) < min(writes)
     assert "empty_strided_cpu((5" not in code  # the larger bucket is allocated nowhere else
+
+
+aten = torch.ops.aten
+
+
+def separated(function, *inputs):
+    module = trace(function, *inputs)
+    OwnMemory()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def copies(module):
+    return len(module.graph.find_nodes(op="call_function", target=aten.clone.default))
+
+
+def twice(x):
+    found = x.sum(0)
+    return found, found
+
+
+def overlapping(x):
+    found = x * 2
+    return found[:2], found[1:]
+
+
+@pytest.mark.parametrize(("function", "expected"), [(twice, 1), (overlapping, 1)])
+def test_what_is_returned(function, expected):
+    x = torch.randn(4, 3)
+    module = separated(function, x)
+    assert copies(module) == expected
+    found = module(x)
+    for one, other in zip(found, function(x), strict=True):
+        assert torch.equal(one, other)
+    for each in found:
+        each.fill_(7.0)  # of no other
+        assert sum(bool((one == 7.0).any()) for one in found) == 1
+        each.fill_(0.0)
+
+
+class Twice(nn.Module):
+    """A weight and what is added to it have one gradient; that of `whole` is what theirs is computed from."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.more = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+        self.whole, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.zeros(6))
+        self.last = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        x = nn.functional.linear(x, self.weight + self.more) + self.whole + self.bias
+        return self.last(torch.tanh(x))
+
+
+def loss_of(model, number):
+    return model(0.01 * torch.randn(4, 6, generator=torch.Generator().manual_seed(number))).square().sum()
+
+
+def test_gradients_that_are_clipped(fake_group):
+    """Of parameters beside the replicated module, in the same captured backward."""
+    models = [nn.Sequential(Twice(), nn.Linear(6, 6)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    replicated = dp_compile.replicate(models[0][1])
+    for run, model in ((torch.compile(models[0]), models[0]), (models[1], models[1])):
+        loss_of(run, 0).backward()
+        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
+    for one, other in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert dict(dp_compile.report(replicated).backwards) == {"captured": 1}
+    dp_compile.unreplicate(replicated)
+
+
+class Viewed(nn.Module):
+    """The gradient of one weight is a view of the other's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.square, self.flat = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(36))
+
+    def forward(self, x):
+        return torch.sin(x @ (self.square + self.flat.view(6, 6)))
+
+
+def test_gradients_that_are_added_to(fake_group):
+    """`torch.compile` alone is wrong here."""
+    model, plain = Viewed(), Viewed()
+    run = torch.compile(dp_compile.replicate(model))
+    for number in range(2):
+        with dp_compile.no_sync(model):
+            loss_of(run, number).backward()
+        loss_of(plain, number).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    dp_compile.unreplicate(model)

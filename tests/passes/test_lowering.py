@@ -1,18 +1,14 @@
 """Buckets without copies, read off the generated code, and what must not be shared with a bucket."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from generated_code import KERNEL, LAUNCH, LIBRARY, GeneratedCode, Span, copies, read_code
 from graphs import Grad, executed, plan_for, trace
-from torch import fx, nn
+from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn import functional as F
@@ -24,36 +20,30 @@ from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import FLAT_BUCKET
 from dp_compile.plan.buckets import PACKED, Layout
-from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig
 
-# --- the op by itself ---------------------------------------------------------------------------------------------
 
-
-def test_the_op_keeps_its_promise_to_the_tracer() -> None:
+def test_the_op_keeps_its_promise_to_the_tracer():
     members = [torch.randn(4, 3, dtype=torch.bfloat16), torch.randn(2, dtype=torch.bfloat16)]
     torch.library.opcheck(FLAT_BUCKET, (members, [1.0, 0.5], [1, 4, 1], [0, 16], 18))
 
 
-# --- what is copied, and what it costs ------------------------------------------------------------------------------
-
-
 class Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = (nn.Conv2d(16, 16, 2 * pad + 1, padding=pad, bias=False) for pad in (1, 2))
         self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 96)
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head((x + self.second(F.relu(self.norm(self.first(x))))).mean((2, 3)))
 
 
-def block() -> tuple[nn.Module, torch.Tensor]:
+def block():
     return Block(GPTConfig(width=64, heads=2)), torch.randn(3, 10, 64)
 
 
-def residual() -> tuple[nn.Module, torch.Tensor]:
+def residual():
     return Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
 
 
@@ -63,9 +53,9 @@ class Compiled:
 
     reduced: GeneratedCode
     local: GeneratedCode
-    report: dp_compile.Report
+    report: "dp_compile.Report"
 
-    def copied(self) -> set[str]:
+    def copied(self):
         """Gradients that are copied, as the code says. Names of the report include the flags."""
         launches = [call for call in self.reduced.calls if call.kind == LAUNCH]
         members = []
@@ -77,18 +67,18 @@ class Compiled:
         return set(copies(members, self.reduced))
 
 
-def kernels(code: GeneratedCode) -> int:
+def kernels(code):
     return sum(call.kind in (KERNEL, LIBRARY) for call in code.calls)
 
 
-def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: float) -> Compiled:
+def compile_both(make, cap_mb):
     """Buckets of a fixed size."""
     torch._dynamo.reset()
     model, x = make()
     dp_compile.replicate(model, bucket_cap_mb=cap_mb)
     run = torch.compile(model)
 
-    def step(sync: bool) -> None:
+    def step(sync):
         model.zero_grad()
         with nullcontext() if sync else dp_compile.no_sync(model):
             run(x).square().mean().backward()
@@ -103,16 +93,16 @@ def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: flo
 
 
 @pytest.fixture(scope="module")
-def transformer(fake_group: dist.ProcessGroup) -> Compiled:
+def transformer(fake_group):
     return compile_both(block, 0.1)
 
 
 @pytest.fixture(scope="module")
-def convolutions(fake_group: dist.ProcessGroup) -> Compiled:
+def convolutions(fake_group):
     return compile_both(residual, 25)
 
 
-def test_a_transformer_block_copies_nothing(transformer: Compiled) -> None:
+def test_a_transformer_block_copies_nothing(transformer):
     assert len(transformer.report.plan.buckets) == 2
     assert not transformer.copied()
     assert "computed in their buckets: 100.0% of" in str(transformer.report)  # flags are none
@@ -120,29 +110,26 @@ def test_a_transformer_block_copies_nothing(transformer: Compiled) -> None:
     assert kernels(transformer.reduced) <= kernels(transformer.local) + 4
 
 
-def test_gradients_of_convolutions_are_copied_and_the_report_names_them(convolutions: Compiled) -> None:
+def test_gradients_of_convolutions_are_copied_and_the_report_names_them(convolutions):
     assert convolutions.copied() == {"first.weight", "second.weight"}
     assert "copied 2 gradients, 34.0 KiB: second.weight .. first.weight" in str(convolutions.report)
 
 
-# --- gaps -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("zero_gaps", [False, True])
 @pytest.mark.usefixtures("fake_group")
-def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.MonkeyPatch, zero_gaps: bool) -> None:
+def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch, zero_gaps):
     """All memory that generated code allocates holds NaN at first; on the fake group the bucket comes back as sent."""
     allocate = torch._C._dynamo.guards._empty_strided_cpu
 
-    def allocate_nan(*arguments: Any) -> torch.Tensor:
-        made: torch.Tensor = allocate(*arguments)
+    def allocate_nan(*arguments):
+        made = allocate(*arguments)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", allocate_nan)
     monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "1" if zero_gaps else "0")
     grads = [Grad(index=0, shape=(5, 3)), Grad(index=1, shape=(3,)), Grad(index=2, shape=(2, 2))]
 
-    def backward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(*values):
         return tuple(grad.reduce(value.sin()) for grad, value in zip(grads, values, strict=True))
 
     values = [grad.values() for grad in grads]
@@ -158,9 +145,6 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
     assert len(base) > sum(value.numel() for value in values)
 
 
-# --- what must not be shared ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sources:
     """Gradients from every kind of producer, some of which are looked at again after they were reduced."""
@@ -168,8 +152,8 @@ class Sources:
     scale: float
     reduce_op: str = "sum"
 
-    def grads(self) -> list[Grad]:
-        kinds: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = [
+    def grads(self):
+        kinds = [
             ((6, 5), None),  # 0: a product
             ((5, 6), (1, 0)),  # 1: a product, the parameter lies transposed
             ((6, 5), None),  # 2: the transpose of a product
@@ -192,7 +176,7 @@ class Sources:
             for index, (shape, order) in enumerate(kinds)
         ]
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, image: torch.Tensor) -> Any:
+    def __call__(self, x, y, rows, image):
         twice = (x * 2).t() @ y
         shared, seen = (x + 1).t() @ y, x.sin()
         gradients = [
@@ -217,23 +201,20 @@ class Sources:
         return (*reduced, reduced[3].abs() - shared, reduced[6].abs() - seen)
 
     @staticmethod
-    def _kernel(image: torch.Tensor) -> torch.Tensor:
+    def _kernel(image):
         weight, options = image.new_ones(4, 3, 3, 3), ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         output = image.new_ones(2, 4, 6, 6) * image.sum()
-        gradient: torch.Tensor = torch.ops.aten.convolution_backward.default(
-            output, image, weight, *options, [False, True, False]
-        )[1]
-        return gradient
+        return torch.ops.aten.convolution_backward.default(output, image, weight, *options, [False, True, False])[1]
 
 
-def inputs() -> list[torch.Tensor]:
+def inputs():
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, y = torch.randn(9, 6, generator=generator), torch.randn(9, 5, generator=generator)
     rows = torch.randint(0, 20, (9,), generator=generator)
     return [x, y, rows, torch.randn(2, 3, 6, 6, generator=generator)]
 
 
-def run_sources(scale: float, layout: Layout) -> set[int]:
+def run_sources(scale, layout):
     """Compiled and not: the same numbers on this rank. Returns which gradients were copied."""
     sources, written = Sources(scale), []
     module = trace(sources, *inputs())
@@ -249,40 +230,28 @@ def run_sources(scale: float, layout: Layout) -> set[int]:
 
 @pytest.mark.parametrize(
     ("scale", "layout"),
-    [
-        pytest.param(1.0, PACKED, id="packed", marks=pytest.mark.nightly),
-        pytest.param(1 / 3, Layout(64), id="gaps"),
-    ],
+    [pytest.param(1.0, PACKED, id="packed", marks=pytest.mark.nightly), pytest.param(1 / 3, Layout(64), id="gaps")],
 )
-def test_a_bucket_is_right_for_each_kind_of_member(ranks: Ranks, scale: float, layout: Layout) -> None:
-    """The collective overwrites the bucket: a gradient that is looked at later has to lie somewhere else.
-
-    Copied are products that are read elsewhere, inputs, a convolution's kernel, and rows of an input.
-    """
+def test_a_bucket_is_right_for_each_kind_of_member(ranks, scale, layout):
+    """Copied are products that are read elsewhere, inputs, a convolution's kernel, and rows of an input."""
     for copied in ranks.run(run_sources, scale, layout):
         assert copied == {3, 4, 5, 10, 12, 14}
-
-
-# --- what Inductor does not do where buckets are made -----------------------------------------------------------------
 
 
 class Probe(Pipeline):
     """Notes settings while Inductor compiles."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__((), (), lambda records: None)
-        self.seen: list[bool] = []
+        self.seen = []
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph):
         moves = getattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap", False)  # torch 2.14
         self.seen += [inductor_config.triton.mix_order_reduction, moves]
 
 
-def test_settings_that_inductor_has_off_where_buckets_are_made() -> None:
-    """Reductions of mixed order forget the part of a concatenation that a sum is written to on GPUs (pytorch#193061).
-
-    From 2.14 Inductor moves launches and waits by itself (pytorch#184240). The process keeps its settings.
-    """
+def test_settings_that_inductor_has_off_where_buckets_are_made():
+    """Sums of mixed order lose a part on GPUs (pytorch#193061); from 2.14 on Inductor moves waits (pytorch#184240)."""
     probe = Probe()
     with inductor_config.patch({"triton.mix_order_reduction": True, "fx_graph_cache": False}):
         inductor.compile_with_inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)

@@ -1,26 +1,30 @@
-"""Where compute goes: first what the next launch needs, within the memory bound, and never for a belief about time."""
-
-from __future__ import annotations
+"""Where launches, waits and updates stand in a graph, what is left for the next forward, and where that waits."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from importlib import import_module
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Bounded, Grad, executed, is_all_reduce, launches, plan_for, short, trace
+from graphs import Bounded, Grad, executed, is_all_reduce, launches, plan_for, run_passes, short, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from dp_compile._torch import inductor
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.passes import BucketReductions, ScheduleCollectives
+from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, is_collective, is_wait
+from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
+from dp_compile.passes.crossing import LEAVE, WAIT_FOR_PARAMETERS, CompleteBeforeUse, DeferReductions
+from dp_compile.passes.graph_names import node_names
+from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassResult
+from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
+from dp_compile.plan import backends
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.reduction import Levels
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -28,11 +32,11 @@ MOVING = (BucketReductions(), ScheduleCollectives())
 STAYING = (BucketReductions(), Bounded(nbytes=0))
 
 
-def layers(number: int, width: int = 16) -> tuple[list[Grad], fx.GraphModule]:
+def layers(number, width=16):
     """The backward of a chain of layers without biases, weight gradients where a compiler's tracing puts them."""
     grads = [Grad(index=index, shape=(width, width)) for index in range(number)]
 
-    def backward(grad: torch.Tensor, *saved: torch.Tensor) -> list[torch.Tensor]:
+    def backward(grad, *saved):
         weights, inputs, reduced = saved[:number], saved[number:], []
         for index in reversed(range(number)):
             reduced.append(grads[index].reduce(inputs[index].t() @ grad))
@@ -43,14 +47,14 @@ def layers(number: int, width: int = 16) -> tuple[list[Grad], fx.GraphModule]:
     return grads, trace(backward, *(torch.randn(width, width) for _ in range(2 * number + 1)))
 
 
-def run(module: fx.GraphModule, plan: BucketPlan, *passes: Any) -> tuple[fx.Graph, PassResult]:
+def run(module, plan, *passes):
     results, after = list[PassResult](), copy.deepcopy(module)
     Pipeline(passes, [plan], results.append)(after.graph)
     after.recompile()
     return after.graph, results[0]
 
 
-def compute_before_launches(graph: fx.Graph) -> list[int]:
+def compute_before_launches(graph):
     """How many nodes of the backward itself stand in front of each launch."""
     counts, count = [], 0
     for node in graph.nodes:
@@ -60,10 +64,7 @@ def compute_before_launches(graph: fx.Graph) -> list[int]:
     return counts
 
 
-# --- where compute goes -----------------------------------------------------------------------------------------------
-
-
-def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move() -> None:
+def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move():
     grads, module = layers(3)
     plan = plan_for([grads[1], grads[2], grads[0]], cap=1)
     graph, result = run(module, plan, *STAYING)
@@ -78,17 +79,16 @@ def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move() ->
     assert compute_before_launches(run(module, plan, *MOVING)[0]) == [3, 5, 8]
 
 
-def test_the_bound_is_the_largest_peak_that_is_allowed() -> None:
+def test_the_bound_is_the_largest_peak_that_is_allowed():
     grads, module = layers(3)
     plan = plan_for([grads[1], grads[2], grads[0]], cap=1)
     moved, result = run(module, plan, *MOVING)
-    assert result.memory is not None
     for bound, expected in [(result.memory.nbytes, moved), (result.memory.nbytes - 1, run(module, plan, *STAYING)[0])]:
         graph, _ = run(module, plan, BucketReductions(), Bounded(nbytes=bound))
         assert short(graph) == short(expected)
 
 
-def with_biases(grad: torch.Tensor, saved: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+def with_biases(grad, saved, weight):
     """A layer's backward as compilers trace it, and what it comes to before."""
     weight_grad = Grad(index=0, shape=(16, 16)).reduce(saved.t() @ grad)
     bias_grad = Grad(index=1, shape=(16,)).reduce(grad.sum(0))
@@ -96,7 +96,7 @@ def with_biases(grad: torch.Tensor, saved: torch.Tensor, weight: torch.Tensor) -
 
 
 @pytest.mark.parametrize("buckets", ["one", "two"])
-def test_a_sum_between_two_products_is_beside_other_code_unless_a_launch_needs_it(buckets: str) -> None:
+def test_a_sum_between_two_products_is_beside_other_code_unless_a_launch_needs_it(buckets):
     module = trace(with_biases, *(torch.randn(16, 16) for _ in range(3)))
     grads = [Grad(index=0, shape=(16, 16)), Grad(index=1, shape=(16,)), Grad(index=2, shape=(16, 16))]
     graph, _ = run(module, plan_for(grads, cap=float("inf") if buckets == "one" else 16 * 17 * 4), *MOVING)
@@ -108,10 +108,10 @@ def test_a_sum_between_two_products_is_beside_other_code_unless_a_launch_needs_i
         assert order == ["addmm", "sum", "all_reduce", "mm", "tanh", "all_reduce"]
 
 
-def test_a_sum_of_what_the_product_does_not_read_stays() -> None:
+def test_a_sum_of_what_the_product_does_not_read_stays():
     """Behind the product it would hold its input for longer."""
 
-    def backward(grad: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+    def backward(grad, weight, other):
         bias_grad = Grad(index=0, shape=(16,)).reduce(other.exp().sum(0))
         return [bias_grad, Grad(index=1, shape=(16, 16)).reduce((grad @ weight).tanh())]
 
@@ -121,7 +121,7 @@ def test_a_sum_of_what_the_product_does_not_read_stays() -> None:
     assert names.index("exp") < names.index("sum_1") < names.index("mm") < names.index("tanh")
 
 
-def test_compute_stays_where_somebody_elses_collectives_are() -> None:
+def test_compute_stays_where_somebody_elses_collectives_are():
     grad = Grad(index=0)
     module = trace(
         lambda a, b: (WAIT(ALL_REDUCE(b.exp(), "max", "0")), grad.reduce(a.sin())), grad.values(), torch.randn(3)
@@ -132,22 +132,15 @@ def test_compute_stays_where_somebody_elses_collectives_are() -> None:
     assert names.index("exp") < names.index("all_reduce") < names.index("sin")
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_both_peaks_by_hand() -> None:
+def test_both_peaks_by_hand():
     """Layers of 1 KiB: three weights, three inputs and the output's gradient go in."""
     grads, module = layers(3)
     _, result = run(module, plan_for(grads[::-1], cap=1), *MOVING)
     memory = result.memory
-    assert memory is not None
     # 7 inputs, the first bucket; everything later takes what something else has left.
     assert memory.nbytes == 8 * 1024
     # 3 buckets more, of which none is a gradient's own memory.
     assert memory.ddp_nbytes == (7 + 3 + 1) * 1024
-
-
-# --- every graph ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ class Compute:
     grads: tuple[Grad, ...]
     plan: BucketPlan
 
-    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, *inputs):
         values, results = list(inputs), []
         for position, (kind, left, right) in enumerate(self.operations):
             one, other = values[left % len(values)], values[right % len(values)]
@@ -170,7 +163,7 @@ class Compute:
 
 
 @st.composite
-def computes(draw: st.DrawFn) -> Compute:
+def computes(draw):
     positions = st.integers(0, 30)
     operation = st.tuples(st.sampled_from(["product", "pointwise"]), positions, positions)
     operations = tuple(draw(st.lists(operation, min_size=1, max_size=14)))
@@ -180,7 +173,7 @@ def computes(draw: st.DrawFn) -> Compute:
     return Compute(operations, gradients, grads, plan_for(draw(st.permutations(grads)), cap))
 
 
-def needed_by(graph: fx.Graph, ends: Sequence[fx.Node]) -> set[fx.Node]:
+def needed_by(graph, ends):
     found, stack = set[fx.Node](), list(ends)
     while stack:
         node = stack.pop()
@@ -192,7 +185,7 @@ def needed_by(graph: fx.Graph, ends: Sequence[fx.Node]) -> set[fx.Node]:
 
 @settings(max_examples=60)
 @given(backward=computes(), bound=st.none() | st.integers(0, 2000))
-def test_what_holds_of_every_order(backward: Compute, bound: int | None) -> None:
+def test_what_holds_of_every_order(backward, bound):
     inputs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     module = trace(backward, *inputs)
     staying, _ = run(module, backward.plan, *STAYING)
@@ -202,11 +195,10 @@ def test_what_holds_of_every_order(backward: Compute, bound: int | None) -> None
     assert launches(graph) == launches(staying) == [f"0.{number}" for number in range(len(backward.plan.buckets))]
     # Before each launch the least that any order could have there, so never more than if only collectives move.
     counts, least = compute_before_launches(graph), []
-    ends: list[fx.Node] = []
+    ends = []
     for launch in filter(is_all_reduce, graph.nodes):
         ends.append(launch)
         least.append(len(needed_by(graph, ends)))
-    assert result.memory is not None
     if result.refusals:
         assert short(graph) == short(staying)
     else:
@@ -219,3 +211,197 @@ def test_what_holds_of_every_order(backward: Compute, bound: int | None) -> None
         executed(module, [backward.plan], *inputs), fx.GraphModule(module, graph)(*inputs), strict=True
     ):
         torch.testing.assert_close(was, now)
+
+
+aten = torch.ops.aten
+
+LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
+
+
+def first(graph, target):
+    return graph.find_nodes(op="call_function", target=target)[0]
+
+
+def two_level_layers(number, backend):
+    """A backward through matrices, last layer first; then something that no reduction needs."""
+    grads = [Grad(index=index, shape=(4, 4), levels=LEVELS, backend=backend) for index in range(number)]
+
+    def backward(grad, *saved):
+        weights, inputs, reduced = saved[:number], saved[number:], []
+        for index in reversed(range(number)):
+            reduced.append(grads[index].reduce(inputs[index].t() @ grad))
+            grad = grad @ weights[index]
+        return [*reduced, grad.exp()]
+
+    return grads, trace(backward, *(torch.randn(4, 4) for _ in range(2 * number + 1)))
+
+
+def test_the_stages_of_a_bucket():
+    grad = Grad(index=0, shape=(3,), levels=LEVELS)
+    module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
+    names = node_names(module.graph, [plan_for([grad])], ["a"])
+    assert [names[node] for node in module.graph.nodes if is_collective(node) or is_wait(node)] == [
+        "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
+    ]  # fmt: skip
+
+
+def told(graph):
+    """Compute `c`; launches `R` reduce-scatter, `A` all-reduce, `G` all-gather and the bucket, waits small."""
+    letters = {REDUCE_SCATTER: "R", ALL_TO_ALL: "R", ALL_REDUCE: "A", ALL_GATHER: "G"}
+    parts = []
+    launched = {}
+    for node in graph.nodes:
+        provenance = edit.provenance_of(node)
+        if is_collective(node):
+            launched[node] = letters[node.target] + provenance.unit.partition(".")[2]
+            parts.append(launched[node])
+        elif is_wait(node):
+            parts.append(launched[node.all_input_nodes[0]].lower())
+        elif node.op == "call_function" and node.target in (aten.mm.default, aten.addmm.default, aten.exp.default):
+            parts.append("exp" if node.target is aten.exp.default else "c")
+    return " ".join(parts)
+
+
+@pytest.mark.parametrize("backend", [backends.NCCL, backends.GLOO])
+def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend):
+    """And for the slow link only when nothing is left to compute."""
+    grads, module = two_level_layers(3, backend)
+    plan = plan_for(grads[::-1], cap=1)
+    assert len(plan.buckets) == 3
+    graph = run_passes(module, plan).graph
+    assert told(graph) == "c R0 c c R1 r0 A0 c c R2 r1 A1 r2 A2 c exp a0 G0 a1 G1 a2 G2 g0 g1 g2"
+
+
+def test_compute_that_does_not_move_is_not_held_back_either():
+    grads, module = two_level_layers(3, backends.GLOO)
+    passes = (BucketReductions(), Bounded(nbytes=0))
+    graph = run_passes(module, plan_for(grads[::-1], cap=1), passes=passes).graph
+    assert told(graph).replace(" exp", "").replace(" c", "").startswith("c R0 R1 r0 A0 R2 r1 A1 r2 A2 a0 G0")
+
+
+GRADS = [Grad(index=index, shape=(4, 4)) for index in range(4)]
+
+
+def left(plan, updates, *, returned=(), crosses=True):
+    """The graph of four gradients. `updates`: of which of them each op is; `returned`: which of them somebody reads."""
+
+    def backward(x, *parameters):
+        reduced = [grad.reduce(x @ parameter) for grad, parameter in zip(GRADS, parameters, strict=True)]
+        for number, indices in enumerate(updates):
+            bucket = max(bucket_of[index] for index in indices)
+            some = [parameters[index] for index in indices]
+            UPDATE_LATER(some, [reduced[index] for index in indices], list(indices), 0, number, bucket)
+        return [reduced[index] for index in returned] or x + 1
+
+    bucket_of = {m.gradient.index: number for number, bucket in enumerate(plan.buckets) for m in bucket.members}
+    values = [torch.randn(4, 4) for _ in range(5)]
+    graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates((-1, 0, 1, 2, 3)))).graph
+    DeferReductions((plan,), ((crosses,) * len(updates),))(graph)
+    graph.lint()
+    return graph
+
+
+def counts(graph):
+    """Launches, waits, updates, and reductions that are left."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return (
+        sum(map(is_collective, calls)),
+        sum(map(is_wait, calls)),
+        *(sum(node.target is target for node in calls) for target in (UPDATE, LEAVE)),
+    )
+
+
+ONE_EACH, PAIRS = plan_for(GRADS, cap=1), plan_for(GRADS, cap=128)
+EACH = ((0,), (1,), (2,), (3,))
+
+
+def test_what_a_backward_leaves():
+    """All, but what does not cross, what somebody else reads, and a bucket of two optimizers."""
+    assert counts(left(ONE_EACH, EACH)) == (4, 0, 0, 4)
+    assert counts(left(PAIRS, ((0, 1), (2, 3)))) == (2, 0, 0, 2)
+    assert counts(left(ONE_EACH, EACH, crosses=False)) == (4, 4, 4, 0)
+    assert counts(left(ONE_EACH, EACH, returned=[2])) == (4, 1, 1, 3)
+    assert counts(left(PAIRS, ((0, 1), (2, 3)), returned=[0])) == (2, 1, 1, 1)
+    assert counts(left(PAIRS, ((0,), (1,), (2, 3)))) == (2, 1, 2, 1)
+    several = left(ONE_EACH, ((0, 1), (2,), (3,)))  # an update over two buckets
+    assert counts(several) == (4, 0, 0, 3)
+    assert [node.args[1] for node in several.find_nodes(op="call_function", target=LEAVE)] == [[0, 1], [2], [3]]
+
+
+def forward(first, x, second, unread):
+    return (x @ first).tanh() @ second.t() + first
+
+
+def waits(parameters, inputs=4, is_backward=False, **options):
+    graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
+    if is_backward:
+        next(iter(graph.nodes)).name = "tangents_1"
+    CompleteBeforeUse(parameters, inputs, **options)(graph)
+    graph.lint()
+    return graph.find_nodes(op="call_function", target=WAIT_FOR_PARAMETERS)
+
+
+def test_where_a_forward_waits():
+    """In front of the first reader of each parameter, and behind the last product; all at once if inputs are others."""
+    names = [(*(each.name for each in wait.args[0]), wait.next.name) for wait in waits((0, 2, 3))]
+    assert names == [("first_1", "mm"), ("second_1", "t")]
+    assert [wait.args[1] and wait.args[1].name for wait in waits((0, 2))] == [None, "mm"]
+    (wait,) = waits((0, 2), inputs=5, most=1)
+    assert [*(each.name for each in wait.args[0]), wait.next.name] == ["first_1", "x_1", "second_1", "mm"]
+    assert not waits((0, 2), is_backward=True)
+
+
+SIDE = 8
+SQUARES = [Grad(index=index, shape=(SIDE, SIDE)) for index in range(4)]
+PLAN = plan_for(SQUARES, cap=1)
+"""A bucket for each."""
+
+
+def backward(x, alias, *parameters):
+    gradient, reduced = x, []
+    for grad, parameter in zip(SQUARES, parameters, strict=True):
+        gradient = gradient @ parameter
+        reduced.append(grad.reduce(gradient))
+    result = gradient @ alias.t()
+    for index, parameter in enumerate(parameters):
+        UPDATE_LATER([parameter], [reduced[index]], [index], 0, 0, index)
+    return result
+
+
+def test_what_lies_in_the_memory_of_a_parameter_is_written_too():
+    graph = trace(backward, *(torch.randn(SIDE, SIDE) for _ in range(6))).graph
+    PlaceUpdates((-1, 0, 0, 1, 2, 3))(graph, [PLAN])
+    _, alias, *parameters = graph.find_nodes(op="placeholder")
+    updates = graph.find_nodes(op="call_function", target=UPDATE)
+    written = {read_update(each).indices[0]: each.args[0] for each in updates}
+    assert written == {0: [parameters[0], alias]} | {index: [parameters[index]] for index in (1, 2, 3)}
+
+
+@dataclass
+class Keeping:
+    """Keeps what it is given."""
+
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def apply(self, bucket, indices, parameters, gradients):
+        self.kept.extend(gradients)
+
+
+def test_generated_code_leaves_to_an_optimizer_what_it_keeps():
+    def backward(x, y, parameter):
+        UPDATE_LATER([parameter], [x * 2], [0], 0, 0, 0)
+        return (y.sin(),)  # fits into the memory of the product
+
+    x, y, parameter = (torch.randn(SIDE, SIDE) for _ in range(3))
+    target = Keeping()
+
+    import_module("dp_compile.passes.lowering")  # loaded only by what compiles
+
+    def place(graph):
+        PlaceUpdates((-1, -1, 0))(graph, [PLAN])
+
+    compiled = inductor.compile_with_inductor(trace(backward, x, y, parameter), [x, y, parameter], place)
+    with Running([PLAN], optimizers=[[target]]):
+        (result,) = compiled(x, y, parameter)
+    torch.testing.assert_close(result, y.sin())
+    torch.testing.assert_close(target.kept, [x * 2])

@@ -1,18 +1,9 @@
-"""The passes over a captured backward: golden graphs, what they refuse, and what holds for all graphs.
-
-On the fake group an all-reduce returns its input, so a graph computes `gradient * scale` before and after the passes.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
+"""The passes over a captured backward: golden graphs, what they refuse, and what holds for all graphs."""
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from graphs import Grad, executed, launches, plan_for, run_passes, short, trace
-from torch import fx
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
@@ -20,27 +11,23 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, emit
-from dp_compile.passes.result import GraphPass, PassResult
-from dp_compile.plan.buckets import BucketPlan, Layout
+from dp_compile.plan.buckets import Layout
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 ONLY_BUCKETS = (BucketReductions(),)
 
 
-def reduce_all(*grads: Grad) -> fx.GraphModule:
+def reduce_all(*grads):
     """Each gradient is computed, then reduced, one after the other."""
 
-    def backward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(*values):
         return tuple(grad.reduce(value.sin()) for grad, value in zip(grads, values, strict=True))
 
     return trace(backward, *(grad.values() for grad in grads))
 
 
-# --- bucketing --------------------------------------------------------------------------------------------------
-
-
-def test_a_bucket_with_gaps() -> None:
+def test_a_bucket_with_gaps():
     grads = [Grad(index=0, shape=(5, 3)), Grad(index=1, shape=(2, 3), order=(1, 0)), Grad(index=2, shape=(9, 2))]
     plan = plan_for(grads, layout=Layout(64))
     module = run_passes(reduce_all(*grads), plan)
@@ -68,7 +55,7 @@ return [as_strided_default, as_strided_default_1, as_strided_default_2]""",
         assert out.stride() == grad.stride
 
 
-def test_a_gradient_in_another_layout_than_its_parameter_keeps_the_traced_promise() -> None:
+def test_a_gradient_in_another_layout_than_its_parameter_keeps_the_traced_promise():
     parameter = Grad(index=0, shape=(2, 3))
     module = trace(lambda value: (parameter.reduce(value.sin()),), parameter.values(stride=(1, 2)))
     run_passes(module, plan_for([parameter]), passes=ONLY_BUCKETS)
@@ -88,12 +75,12 @@ return [as_strided_default_1]""",
     )
 
 
-def test_what_computes_a_gradient_takes_the_factor_and_the_layout() -> None:
+def test_what_computes_a_gradient_takes_the_factor_and_the_layout():
     """A product and its views, a sum and its views, scattered rows."""
-    shapes: list[tuple[int, ...]] = [(2, 3), (3, 2), (2,), (5, 3)]
+    shapes = [(2, 3), (3, 2), (2,), (5, 3)]
     grads = [Grad(index=index, shape=shape, order=(1, 0) if index == 1 else None) for index, shape in enumerate(shapes)]
 
-    def backward(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(a, b, rows):
         scattered = torch.zeros(5, 3).index_put((rows,), b.sin(), accumulate=True)
         total = a.exp().sum(0, keepdim=True).view(2)
         products = a.t() @ b, (a.t() @ b.cos()).permute(1, 0)
@@ -114,10 +101,10 @@ def test_what_computes_a_gradient_takes_the_factor_and_the_layout() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 0])
-def test_products_and_scattered_rows_of_nothing_take_no_factor(rows: int) -> None:
+def test_products_and_scattered_rows_of_nothing_take_no_factor(rows):
     grads = [Grad(index=0, shape=(2, 3)), Grad(index=1)]
 
-    def backward(a: torch.Tensor, b: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(a, b, values):
         scattered = torch.zeros(4).index_put((torch.arange(rows) % 3,), values.sin(), accumulate=True)
         return grads[0].reduce(a.t() @ b), grads[1].reduce(scattered)
 
@@ -126,7 +113,7 @@ def test_products_and_scattered_rows_of_nothing_take_no_factor(rows: int) -> Non
     assert ("addmm" in text, "mul" in text) == (bool(rows), bool(rows))
 
 
-def test_two_replicas_run_one_after_the_other() -> None:
+def test_two_replicas_run_one_after_the_other():
     grads = [Grad(index=index, replica=replica) for index in range(2) for replica in (1, 0)]
     plan = plan_for([Grad(index=1), Grad(index=0)], cap=1)
     for passes in (ONLY_BUCKETS, DEFAULT_PASSES):  # in the plan's order, not the graph's
@@ -134,15 +121,12 @@ def test_two_replicas_run_one_after_the_other() -> None:
         assert launches(graph) == ["0.0", "0.1", "1.0", "1.1"]
 
 
-def test_a_reduction_of_a_reduction() -> None:
+def test_a_reduction_of_a_reduction():
     first, second = Grad(index=0), Grad(index=1)
     module = trace(lambda a: (second.reduce(first.reduce(a)),), first.values())
     run_passes(module, plan_for([first, second], cap=1))
     assert launches(module.graph) == ["0.0", "0.1"]
     assert torch.equal(module(first.values())[0], first.values() * 0.25)
-
-
-# --- what a plan and a graph cannot agree on ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,19 +140,19 @@ def test_a_reduction_of_a_reduction() -> None:
         (r"of p0 is .*\(2, 2\).*the plan says .*\(4,\)", [Grad(index=0, shape=(2, 2)), Grad(index=1)]),
     ],
 )
-def test_what_a_plan_and_a_graph_cannot_agree_on(text: str, grads: Sequence[Grad]) -> None:
+def test_what_a_plan_and_a_graph_cannot_agree_on(text, grads):
     with pytest.raises(InvalidGraphError, match=text):
         run_passes(reduce_all(*grads), plan_for([Grad(index=0), Grad(index=1)]))
 
 
-def test_a_malformed_reduction_is_refused() -> None:
+def test_a_malformed_reduction_is_refused():
     module = reduce_all(Grad(index=0))
     module.graph.find_nodes(op="call_function", target=REDUCE_GRAD)[0].update_arg(1, "one")
     with pytest.raises(InvalidGraphError, match="reduce_grad reduces no gradient of a module"):
         run_passes(module, plan_for([Grad(index=0)]))
 
 
-def test_a_gradient_keeps_its_layout_and_is_not_reduced_outside_of_a_backward() -> None:
+def test_a_gradient_keeps_its_layout_and_is_not_reduced_outside_of_a_backward():
     """What a tracer is told of the op is what the passes keep."""
     for stride in ((6, 1), (1, 4), (12, 2)):
         grad = torch.empty_strided((4, 6), stride).normal_()
@@ -178,20 +162,17 @@ def test_a_gradient_keeps_its_layout_and_is_not_reduced_outside_of_a_backward() 
         emit(torch.ones(3), 0, 0)
 
 
-def test_a_gradient_that_depends_on_a_reduced_one_cannot_share_its_bucket() -> None:
+def test_a_gradient_that_depends_on_a_reduced_one_cannot_share_its_bucket():
     first, second = Grad(index=0), Grad(index=1)
     module = trace(lambda a: (second.reduce(first.reduce(a).sin()),), first.values())
     with pytest.raises(InvalidGraphError, match="depend on each other in a circle"):
         run_passes(module, plan_for([first, second]))
 
 
-# --- scheduling -------------------------------------------------------------------------------------------------
-
-
-def test_launches_are_early_and_waits_late() -> None:
+def test_launches_are_early_and_waits_late():
     grads = [Grad(index=index) for index in range(2)]
 
-    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(a, b):
         first = grads[0].reduce(a.sin())
         second = grads[1].reduce(b.cos())
         return first.neg(), second, b.exp().log()
@@ -219,26 +200,20 @@ return [neg, as_strided_default_1, log]""",
     )
 
 
-# --- the pipeline ---------------------------------------------------------------------------------------------------
-
-
-def test_the_result_of_all_passes() -> None:
+def test_the_result_of_all_passes():
     grads = [Grad(index=0), Grad(index=1)]
-    results: list[PassResult] = []
+    results = []
     Pipeline(DEFAULT_PASSES, (plan_for(grads),), results.append)(reduce_all(*grads).graph)
     (result,) = results
     assert (result.collectives, result.refusals) == (1, ())
     assert result.memory is not None
 
 
-# --- the cache key ----------------------------------------------------------------------------------------------
-
-
-def uuid(passes: Sequence[GraphPass] = DEFAULT_PASSES, *plans: BucketPlan) -> Any:
+def uuid(passes=DEFAULT_PASSES, *plans):
     return Pipeline(passes, plans, lambda result: None).uuid()
 
 
-def test_the_cache_key_sees_passes_options_and_plans() -> None:
+def test_the_cache_key_sees_passes_options_and_plans():
     plan, other = plan_for([Grad(index=0), Grad(index=1)]), plan_for([Grad(index=0), Grad(index=1)], cap=1)
     keys = [
         uuid(),
@@ -254,11 +229,11 @@ def test_the_cache_key_sees_passes_options_and_plans() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_collectives_of_somebody_else_stay_in_their_order() -> None:
+def test_collectives_of_somebody_else_stay_in_their_order():
     """The first needs a reduced gradient, which is launched behind another one; ranks without passes have it first."""
     grads = [Grad(index=0), Grad(index=1)]
 
-    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(a, b):
         first = grads[1].reduce(a.sin())
         of_first, of_other = WAIT(ALL_REDUCE(first.exp(), "max", "0")), WAIT(ALL_REDUCE(b.cos(), "max", "0"))
         return grads[0].reduce(b.sin()), first, of_first, of_other

@@ -1,35 +1,38 @@
-"""Plans: which gradients share a bucket, in which order, and that a plan is plain, stable data."""
-
-from __future__ import annotations
+"""Plans: which gradients share a bucket, by policy, cost or size; a plan is plain, stable data."""
 
 import dataclasses
 import json
 import math
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 from graphs import bucket_key
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
+from torch import nn
 
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+import dp_compile
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.calibration import calibrate
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.words import BYTES_PER_MB
 
 FLOAT32 = bucket_key("0", "sum", "float32", "cpu")
-BFLOAT16 = bucket_key("0", "sum", "bfloat16", "cpu")
 
 
-def gradient(index: int, numel: int, key: BucketKey = FLOAT32) -> GradientSpec:
+def gradient(index, numel, key=FLOAT32):
     itemsize = 4 if key.dtype == "float32" else 2
     return GradientSpec(index, f"p{index}", (numel,), (1,), itemsize, key)
 
 
-def plan_of(gradients: list[GradientSpec], cap: float, first_cap: float) -> BucketPlan:
+def plan_of(gradients, cap, first_cap):
     """Caps in bytes."""
     return plan_buckets(gradients, bucket_cap_mb=cap / BYTES_PER_MB, first_bucket_cap_mb=first_cap / BYTES_PER_MB)
 
 
-def indices(plan: BucketPlan) -> list[list[int]]:
+def indices(plan):
     return [[member.gradient.index for member in bucket.members] for bucket in plan.buckets]
 
 
@@ -41,7 +44,7 @@ def indices(plan: BucketPlan) -> list[list[int]]:
         ([1] * 9, 64, list(range(9)), 0),  # numbers need no more than their own size
     ],
 )
-def test_members_start_at_multiples(numels: list[int], alignment: int, offsets: list[int], padding: int) -> None:
+def test_members_start_at_multiples(numels, alignment, offsets, padding):
     gradients = [gradient(index, numel) for index, numel in enumerate(numels)]
     bucket = Layout(alignment).bucket(gradients)
     assert [member.offset for member in bucket.members] == offsets
@@ -49,8 +52,6 @@ def test_members_start_at_multiples(numels: list[int], alignment: int, offsets: 
     assert bucket.nbytes == 4 * sum(numels)
     assert bucket.numel * 4 == bucket.nbytes + bucket.padding_nbytes
 
-
-# --- for all gradients and caps ---------------------------------------------------------------------------------
 
 KEYS = st.builds(
     bucket_key, st.sampled_from("01"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.just("cpu")
@@ -60,12 +61,12 @@ CAPS = st.one_of(st.integers(1, 200), st.just(math.inf))
 
 
 @given(SIZES_AND_KEYS, CAPS, CAPS)
-def test_what_holds_of_every_plan(sizes: list[tuple[int, BucketKey]], cap: float, first_cap: float) -> None:
+def test_what_holds_of_every_plan(sizes, cap, first_cap):
     gradients = [gradient(index, numel, key) for index, (numel, key) in enumerate(sizes)]
     plan = plan_of(gradients, cap, first_cap)
     assert sorted(spec.index for spec in plan.gradients) == list(range(len(gradients)))
     assert plan.nbytes == sum(spec.nbytes for spec in gradients)
-    seen: dict[BucketKey, int] = {}
+    seen = {}
     for bucket in plan.buckets:
         assert {member.gradient.key for member in bucket.members} == {bucket.key}
         members = [member.gradient.index for member in bucket.members]
@@ -83,9 +84,7 @@ def test_what_holds_of_every_plan(sizes: list[tuple[int, BucketKey]], cap: float
 
 
 @given(SIZES_AND_KEYS, CAPS, CAPS)
-def test_a_plan_is_plain_data_with_a_stable_signature(
-    sizes: list[tuple[int, BucketKey]], cap: float, first_cap: float
-) -> None:
+def test_a_plan_is_plain_data_with_a_stable_signature(sizes, cap, first_cap):
     gradients = [gradient(index, numel, key) for index, (numel, key) in enumerate(sizes)]
     plan = plan_of(gradients, cap, first_cap)
     again = BucketPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
@@ -99,9 +98,9 @@ def test_a_plan_is_plain_data_with_a_stable_signature(
     assert plan_of(renamed, cap, first_cap).signature() == plan.signature()
 
 
-def test_the_signature_sees_every_change() -> None:
+def test_the_signature_sees_every_change():
     before = [gradient(0, 4), gradient(1, 4), gradient(2, 4)]
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"name": "other"},
         {"shape": (2, 2), "stride": (2, 1)},
         {"stride": (2,)},
@@ -115,7 +114,7 @@ def test_the_signature_sees_every_change() -> None:
     assert len({plan.signature() for plan in plans}) == len(plans)
 
 
-def test_flags_never_cost_a_collective() -> None:
+def test_flags_never_cost_a_collective():
     """The last gradient fills its bucket exactly; the flags go with it all the same."""
     key = bucket_key("0", "sum", "float32", "cpu")
     gradients = [
@@ -128,3 +127,69 @@ def test_flags_never_cost_a_collective() -> None:
         ["b"],
         ["a", UNUSED_FLAGS],
     ]
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, width=16, layers=3):
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 50)
+
+
+def names(plan):
+    return [[member.gradient.name for member in bucket.members] for bucket in plan.buckets]
+
+
+def planned(**options):
+    return dp_compile.report(dp_compile.replicate(Model(), **options)).plan
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_set_of_classes_is_a_policy():
+    plan = planned(bucket_policy={Block})
+    assert [bucket[0].rpartition(".")[0] for bucket in names(plan)] == [
+        "head",
+        "blocks.2.down",
+        "blocks.1.down",
+        "blocks.0.down",
+        "embed",
+    ]
+    assert names(plan)[-1] == ["embed.weight", UNUSED_FLAGS]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_optimal_is_the_default_and_makes_a_promise():
+    cost = AllReduceCost(1e-6, 1e-9)
+    model = dp_compile.replicate(Model(), config=ReplicateConfig(cost=cost))
+    report = dp_compile.report(model)
+    assert len(report.plan.buckets) > 1
+    assert {name for each in names(report.plan) for name in each} == {UNUSED_FLAGS, *dict(model.named_parameters())}
+    assert "the best any plan could do" in report.promise
+    assert " ms" not in report.promise
+    assert " ".join(report.promise.split()) in " ".join(str(report).split())
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_options_of_two_rules():
+    config = ReplicateConfig(cost=AllReduceCost(1e-3, 1e-9))
+    with pytest.raises(dp_compile.ConfigError, match="bucket_policy and cost exclude each other"):
+        planned(bucket_policy={Block}, config=config)
+
+
+@pytest.mark.usefixtures("fake_group")
+@on_ranks("ranks")
+def test_all_ranks_calibrate_to_the_same_cost():
+    fitted, found = calibrate(), [None] * dist.get_world_size()
+    dist.all_gather_object(found, fitted)
+    assert set(map(repr, found)) == {repr(fitted)}
+    assert fitted.cost.beta_s_per_byte > 0
+    with pytest.raises(dp_compile.ConfigError, match="at least 2 ranks"):
+        calibrate(dist.new_group([dist.get_rank()], use_local_synchronization=True))

@@ -1,21 +1,20 @@
-"""The wrapper class against torch's, on two ranks; and what it refuses.
-
-It trains as torch's in `test_join.py`, `test_module.py::test_comm_hook_as_torch_ddp` and the fuzzer's runs (`wrapper`).
-"""
-
-from __future__ import annotations
+"""The wrapper class against torch's, on two ranks, also with uneven inputs inside `join()`; and what it refuses."""
 
 import copy
+import dataclasses
 import io
 import math
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from parity import same_on_all_ranks
+from reference_hooks import as_torch_s
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -23,23 +22,26 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
 from dp_compile import DistributedDataParallel
+from dp_compile.replication.join import joinable
 from dp_compile.replication.module import replica_of
 
+pytestmark = pytest.mark.usefixtures("fake_group")
 
-def build() -> nn.Module:
+
+def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
 @pytest.mark.parametrize("by_wrapper", [False, True])
 @on_ranks("ranks2")
-def test_without_hooks_torch_reduces(by_wrapper: bool) -> None:
-    options: dict[str, Any] = {"bucket_cap_mb": math.inf, "find_unused_parameters": True}
-    theirs: nn.Module = build()
+def test_without_hooks_torch_reduces(by_wrapper):
+    options = {"bucket_cap_mb": math.inf, "find_unused_parameters": True}
+    theirs = build()
     if by_wrapper:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
-            ours: nn.Module = DistributedDataParallel(build(), **options)
+            ours = DistributedDataParallel(build(), **options)
         theirs = TorchDDP(theirs, find_unused_parameters=True)
         assert type(ours) is TorchDDP
     else:
@@ -70,8 +72,7 @@ def test_without_hooks_torch_reduces(by_wrapper: bool) -> None:
         dp_compile.explain(ours)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_without_hooks_options_that_torch_does_not_have_are_refused() -> None:
+def test_without_hooks_options_that_torch_does_not_have_are_refused():
     policy = MixedPrecisionPolicy(torch.bfloat16)
     config = dp_compile.ReplicateConfig(ddp_python_hook=False, mp_policy=policy, check_nan=True)
     for make in (dp_compile.replicate, DistributedDataParallel):
@@ -81,9 +82,8 @@ def test_without_hooks_options_that_torch_does_not_have_are_refused() -> None:
         dp_compile.replicate(build(), ddp_python_hook=False, bucket_policy={nn.Linear})
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_refuses() -> None:
-    refused: list[tuple[dict[str, Any], str]] = [
+def test_refuses():
+    refused = [
         ({"dim": 1}, "dim must be 0, .*, got 1"),
         ({"init_sync": False}, "init_sync must be True: .*, got False"),
         ({"device_ids": [0, 1]}, "device_ids must hold one device"),
@@ -95,19 +95,16 @@ def test_refuses() -> None:
             DistributedDataParallel(build(), **options)
 
 
-# --- in the place of torch's class ------------------------------------------------------------------------------
-
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
-@pytest.mark.usefixtures("fake_group")
 class TestInTorchsPlace:
-    def test_counts_as_torch_s(self) -> None:
+    def test_counts_as_torch_s(self):
         assert isinstance(DistributedDataParallel(build()), TorchDDP)
         assert not isinstance(build(), TorchDDP)
         assert isinstance(torch.compile(DistributedDataParallel(build()), backend="aot_eager")._orig_mod, TorchDDP)
 
-    def test_attributes_that_frameworks_read(self) -> None:
+    def test_attributes_that_frameworks_read(self):
         model, twin = build(), build()
         for kind, each in ((DistributedDataParallel, model), (TorchDDP, twin)):
             kind._set_params_and_buffers_to_ignore_for_model(each, ["3.bias", "1.running_mean"])
@@ -131,7 +128,7 @@ class TestInTorchsPlace:
         mesh = init_device_mesh("cpu", (2,))
         assert DistributedDataParallel(build(), device_mesh=mesh).device_mesh is mesh
 
-    def test_again_once_the_wrapper_is_gone(self) -> None:
+    def test_again_once_the_wrapper_is_gone(self):
         model = build()
         DistributedDataParallel(model)
         with pytest.raises(
@@ -143,21 +140,18 @@ class TestInTorchsPlace:
         assert len(model._forward_pre_hooks) == 1
 
 
-def copied(ours: nn.Module, how: str) -> nn.Module:
+def copied(ours, how):
     if how == "deepcopy":
         return copy.deepcopy(ours)
     buffer = io.BytesIO()
     torch.save(ours, buffer)
     buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
+    return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_evaluate_and_do_not_train(how: str) -> None:
+def test_copies_evaluate_and_do_not_train(how):
     """torch's would reduce: one that is trained without reducing must not pass silently."""
-    torch._dynamo.reset()
     ours = DistributedDataParallel(build(), config=AOT)
     ours.compile(backend="aot_eager")  # a copy that kept that would run, and train, the original
     twin = copied(ours, how)
@@ -172,7 +166,7 @@ def test_copies_evaluate_and_do_not_train(how: str) -> None:
 
 
 @on_ranks("ranks2")
-def test_checkpoints_of_torch_ddp_and_of_the_wrapper() -> None:
+def test_checkpoints_of_torch_ddp_and_of_the_wrapper():
     """Both ways, by `state_dict` and by torch.distributed.checkpoint, which takes the prefix off."""
     for wrap, other_wrap in ((DistributedDataParallel, TorchDDP), (TorchDDP, DistributedDataParallel)):
         saved = wrap(build())
@@ -190,8 +184,7 @@ def test_checkpoints_of_torch_ddp_and_of_the_wrapper() -> None:
 
 
 @on_ranks("ranks2")
-def test_torch_ddp_around_a_replicated_module() -> None:
-    torch._dynamo.reset()
+def test_torch_ddp_around_a_replicated_module():
     model = dp_compile.replicate(build(), config=AOT)
     around, text = TorchDDP(model), "^Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_c"
     inside = TorchDDP(torch.compile(model, backend="aot_eager"))
@@ -201,7 +194,7 @@ def test_torch_ddp_around_a_replicated_module() -> None:
 
 
 @on_ranks("ranks2")
-def test_torch_ddp_beside_a_replicated_part() -> None:
+def test_torch_ddp_beside_a_replicated_part():
     """torch's DDP around a module whose other part we reduce: no gradient is reduced twice, nothing to refuse."""
     model = build()
     dp_compile.replicate(model[3], config=AOT)
@@ -214,13 +207,10 @@ def test_torch_ddp_beside_a_replicated_part() -> None:
         assert torch.equal(grads[0], grads[1]), name
 
 
-# --- torch's meaning of torch's words ----------------------------------------------------------------------------
-
-
 class OwnBuffers(nn.Module):
     """A buffer of each rank, perhaps of another size, and a parameter that starts differently."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         torch.manual_seed(dist.get_rank())
         self.layer = nn.Linear(4, 4)
@@ -228,21 +218,17 @@ class OwnBuffers(nn.Module):
         self.register_buffer("wide", torch.full((1, 1), float(dist.get_rank())).expand(2, 3))
         self.register_buffer("small", torch.full((3,), dist.get_rank(), dtype=torch.int32).to(torch.uint16))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layer(x) + self.mine.mean() + self.wide.sum()
 
 
-OPTIONS = {
-    dp_compile.replicate: {"broadcast_buffers": False},
-    DistributedDataParallel: {"forward_sync_buffers": False},
-}
+OPTIONS = {dp_compile.replicate: {"broadcast_buffers": False}, DistributedDataParallel: {"forward_sync_buffers": False}}
 
 
 @pytest.mark.parametrize("wrap", OPTIONS)
 @on_ranks("ranks2")
-def test_buffers_of_each_rank(wrap: Any) -> None:
+def test_buffers_of_each_rank(wrap):
     """`broadcast_buffers=False` leaves them alone from the start on, `forward_sync_buffers=False` from then on."""
-    torch._dynamo.reset()
     rank, keeps = dist.get_rank(), wrap is dp_compile.replicate
     inner = OwnBuffers(2 + rank if keeps else 2)
     model = wrap(inner, config=AOT, **OPTIONS[wrap])
@@ -259,9 +245,8 @@ def test_buffers_of_each_rank(wrap: Any) -> None:
         assert torch.equal(first, each)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_a_buffer_that_cannot_be_copied() -> None:
+def test_a_buffer_that_cannot_be_copied():
     for sparse in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
         model = build()
         model.register_buffer("adjacency", sparse)
@@ -271,3 +256,180 @@ def test_a_buffer_that_cannot_be_copied() -> None:
             ):
                 wrap(model)
         DistributedDataParallel(model, broadcast_buffers=False)
+
+
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0005)
+
+
+class Net(nn.Module):
+    """With running statistics, and a branch that not every batch takes."""
+
+    def __init__(self, branches=False):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+        self.side = nn.Linear(6, 12) if branches else None
+        self.double()  # differences are differences, not rounding that a small batch's statistics blow up
+
+    def forward(self, x, side=False):
+        hidden = self.first(x)
+        if side and self.side is not None:
+            hidden = hidden + self.side(x)
+        return self.last(self.norm(hidden).relu())
+
+
+def batches(count, salt=0):
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + salt)
+    for _ in range(count):
+        yield torch.randn(5, 6, generator=generator, dtype=torch.float64)
+
+
+def twins():
+    """Our wrapper, what to call, and torch's DDP, all from the same start."""
+    torch.manual_seed(0)
+    model = Net()
+    theirs = TorchDDP(copy.deepcopy(model))
+    ours = dp_compile.DistributedDataParallel(model, config=CONFIG)
+    return ours, torch.compile(ours, backend="aot_eager"), theirs
+
+
+def train(model, run, count, *, micro_steps=1, **options):
+    """Train inside `join`; the number of steps, and what was raised."""
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), 0
+    try:
+        with model.join(**options):
+            for number, x in enumerate(batches(count * micro_steps)):
+                local = (number + 1) % micro_steps != 0
+                with model.no_sync() if local else nullcontext():
+                    run(x).square().mean().backward()
+                if not local:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+    except RuntimeError as error:
+        return steps, str(error)
+    return steps, ""
+
+
+def same_state(ours, theirs):
+    for (name, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def run_uneven(counts, settings, hook=False):
+    """What is raised, if ranks stop with the first one. `hook`: both sides have a comm hook that remembers."""
+    ours, run, theirs = twins()
+    for each in (ours, theirs) if hook else ():
+        each.register_comm_hook({}, as_torch_s)
+    count = counts[dist.get_rank()]
+    steps = train(ours, run, count, **settings)
+    assert steps == train(theirs, theirs, count, **settings)
+    if steps[1]:
+        assert steps[0] == min(counts)
+        torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+        return steps[1]
+    assert steps[0] == count
+    same_state(ours, theirs)
+    same_on_all_ranks(ours)
+    # And what follows is ordinary training again.
+    for each, call in ((ours, run), (theirs, theirs)):
+        each.zero_grad()
+        call(next(batches(1, salt=7))).square().mean().backward()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "divide", "micro_steps", "hook"),
+    [((2, 5), True, 1, False), ((0, 3), False, 2, False), ((2, 5), False, 1, True)],
+)
+def test_uneven_inputs(ranks2, counts, divide, micro_steps, hook):
+    ranks2.run(run_uneven, counts, {"divide_by_initial_world_size": divide, "micro_steps": micro_steps}, hook)
+
+
+def test_throw_on_early_termination(ranks2):
+    first, second = ranks2.run(run_uneven, (2, 4), {"throw_on_early_termination": True})
+    assert "Rank 0 exhausted all inputs" in first
+    assert "Detected at least one rank that exhausted inputs" in second
+
+
+@on_ranks("ranks2")
+def test_beside_a_joinable_of_torch():
+    """With a joinable of torch: an optimizer whose ranks each hold a part of the state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of something torch deprecates
+
+    ours, run, theirs = twins()
+    for model, call in ((ours, run), (theirs, theirs)):
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        with Join([model, optimizer]):
+            for x in batches((2, 4)[dist.get_rank()]):
+                call(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    same_state(ours, theirs)
+
+
+@on_ranks("ranks2")
+def test_a_plan_is_settled_while_a_rank_has_no_inputs():
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Net(), config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    call = torch.compile(model, backend="aot_eager")
+    with dp_compile.join(model):
+        for x in batches((6, 0)[dist.get_rank()]):
+            model.zero_grad()
+            call(x).square().mean().backward()
+    model.zero_grad()
+    call(next(batches(1))).square().mean().backward()
+    report = dp_compile.report(model)
+    assert sum(report.backwards.values()) == (7, 1)[dist.get_rank()]
+    plans = [None, None]
+    dist.all_gather_object(plans, report.plan)
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("kind", ["unused", "nan"])
+@on_ranks("ranks2")
+def test_errors_reach_a_rank_without_inputs(kind):
+    """Rank 1 goes on alone, and leaves parameters out, or has a loss that is not a number."""
+    model = dp_compile.replicate(Net(branches=True), config=dataclasses.replace(CONFIG, check_nan=kind == "nan"))
+    call = torch.compile(model, backend="aot_eager")
+
+    def train_on():
+        with dp_compile.join(model):
+            for number, x in enumerate(batches((1, 3)[dist.get_rank()])):
+                factor = float("nan") if kind == "nan" and number else 1.0
+                (factor * call(x, kind == "nan" or number == 0).square().mean()).backward()
+
+    text = r"not finite: first\.weight \(nan\).*The loss was not finite on rank 1"
+    if kind == "unused":
+        text = f"on {'this rank' if dist.get_rank() else 'rank 1'}: side.weight, side.bias"
+    with pytest.raises(dp_compile.ReductionError, match=text):
+        train_on()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_refusals():
+    inside, outside = (dp_compile.replicate(nn.Linear(2, 2), config=CONFIG) for _ in range(2))
+    call = torch.compile(lambda x: outside(inside(x)), backend="aot_eager")
+    with dp_compile.join(inside, enable=False):
+        call(torch.ones(1, 2)).sum().backward()
+    reaches = pytest.raises(dp_compile.ConfigError, match="reaches the replicated modules of weight, weight")
+    with dp_compile.join(inside), reaches:
+        call(torch.ones(1, 2)).sum().backward()
+    call(torch.ones(1, 2)).sum().backward()
+    second = pytest.raises(dp_compile.ConfigError, match="is the first member of its context")
+    with Join([joinable(outside), joinable(inside)]), second, dp_compile.compiled_backward():
+        inside(torch.ones(1, 2)).sum().backward()
+    whole = dp_compile.replicate(nn.Sequential(dp_compile.replicate(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    with pytest.raises(dp_compile.ConfigError, match="separately replicated parts"):
+        dp_compile.join(whole).__enter__()
+
+
+@on_ranks("ranks2")
+def test_a_divide_factor_is_what_sums_are_divided_by():
+    config = dp_compile.ReplicateConfig(backend="aot_eager", gradient_divide_factor=1.0)
+    model = dp_compile.replicate(nn.Linear(1, 1, bias=False), config=config)
+    run = torch.compile(model, backend="aot_eager")
+    with dp_compile.join(model, divide_by_initial_world_size=False):
+        for expected in (2.0, 1.0) if dist.get_rank() == 0 else (2.0,):
+            model.zero_grad()
+            run(torch.ones(1, 1)).sum().backward()
+            assert float(model.weight.grad) == expected

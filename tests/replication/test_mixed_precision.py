@@ -1,12 +1,8 @@
 """A module that computes in another dtype than its parameters have, as FSDP2 with the same policy."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 
+pytestmark = pytest.mark.usefixtures("fake_group")
+
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -30,7 +28,7 @@ ADDS_USES_AS_SENT = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 class Net(nn.Module):
     """A tied weight that is read past its module, a frozen layer, a norm, a part without gradient."""
 
-    def __init__(self, *, tied: bool = True) -> None:
+    def __init__(self, *, tied=True):
         super().__init__()
         self.layers, self.frozen, self.norm = mlp(), nn.Linear(6, 6), nn.LayerNorm(6)
         self.head, self.last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
@@ -39,20 +37,20 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(6))
         self.register_buffer("steps", torch.zeros(1))
         self.frozen.requires_grad_(False)
-        self.seen: list[torch.dtype] = []
+        self.seen = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.norm(self.frozen(self.layers(x))) * self.scale
         return F.linear(self.head(x), self.last.weight)
 
 
-def compile_parts(module: nn.Module) -> Any:
+def compile_parts(module):
     module.head.compile(backend="aot_eager")
     module.norm = torch.compile(module.norm, backend="aot_eager")
     return module
 
 
-WAYS: dict[str, Callable[[nn.Module], Any]] = {
+WAYS = {
     "captured": compile_whole,
     "in parts": compile_parts,
     "eager hooks": compile_whole,
@@ -69,9 +67,8 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     ],
 )
 @on_ranks("ranks")
-def test_as_fsdp(way: str, policy: MixedPrecisionPolicy) -> None:
+def test_as_fsdp(way, policy):
     """Three steps with an accumulation each; gradients and parameters are compared after each."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     is_exact = way != "in parts"
     model = Net(tied=not (ADDS_USES_AS_SENT and is_exact))
@@ -94,7 +91,6 @@ def test_as_fsdp(way: str, policy: MixedPrecisionPolicy) -> None:
             assert one.dtype == F32, name
             if not one.requires_grad:
                 continue
-            assert one.grad is not None
             assert one.grad.dtype == F32, name
             for mine, whole in ((one.grad, other.grad.full_tensor()), (one, other.full_tensor())):
                 # Parts add the uses of a tied weight in another order.
@@ -109,17 +105,14 @@ def test_as_fsdp(way: str, policy: MixedPrecisionPolicy) -> None:
     dp_compile.unreplicate(model)
 
 
-# --- one module in this process: a fake group of two ranks, in which the sum is this rank's half
-
-
-def reference(model: nn.Module, *inputs: Any, dtype: torch.dtype = BF16, **kwargs: Any) -> Any:
+def reference(model, *inputs, dtype=BF16, **kwargs):
     """What a module computes with cast parameters, by hand."""
     casts = {name: each.to(dtype) if each.is_floating_point() else each for name, each in model.named_parameters()}
     cast = [each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in inputs]
     return torch.func.functional_call(model, casts, tuple(cast), kwargs)
 
 
-def assert_same_gradients(ours: nn.Module, theirs: nn.Module, **tolerance: float) -> None:
+def assert_same_gradients(ours, theirs, **tolerance):
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if other.grad is None:
             assert one.grad is None, name
@@ -129,24 +122,23 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, **tolerance: float
         torch.testing.assert_close(2 * one.grad, other.grad, **({"rtol": 0, "atol": 0} | tolerance))
 
 
-def replicated(model: nn.Module, **options: Any) -> nn.Module:
+def replicated(model, **options):
     torch._dynamo.reset()
     return dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(**{"param_dtype": BF16} | options))
 
 
-def backward(result: torch.Tensor) -> None:
+def backward(result):
     result.float().square().sum().backward()
 
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.usefixtures("fake_group")
 class TestForward:
-    def test_one_graph_with_one_cast_for_each_parameter(self) -> None:
-        graphs: list[torch.fx.GraphModule] = []
+    def test_one_graph_with_one_cast_for_each_parameter(self):
+        graphs = []
 
-        def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def keep(graph, _):
             graphs.append(graph)
             return graph
 
@@ -162,7 +154,7 @@ class TestForward:
         assert "l_self_modules_norm_parameters_weight_" in names
         dp_compile.unreplicate(model)
 
-    def test_nobody_else_sees_the_casts(self) -> None:
+    def test_nobody_else_sees_the_casts(self):
         model = Net()
         before = {name: id(each) for name, each in model.named_parameters()}
         state = copy.deepcopy(model.state_dict())
@@ -184,11 +176,11 @@ class TestForward:
         assert model(X).dtype == F32
         assert not hasattr(model, "_dp_compile_precision")
 
-    def test_parameters_are_back_after_an_error(self) -> None:
+    def test_parameters_are_back_after_an_error(self):
         class Fails(Net):
             fails = False
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x):
                 result = super().forward(x)
                 torch._dynamo.graph_break()
                 if self.fails:
@@ -205,9 +197,9 @@ class TestForward:
         assert run(X).dtype == BF16
         dp_compile.unreplicate(model)
 
-    def test_what_is_not_cast(self) -> None:
+    def test_what_is_not_cast(self):
         class Mixed(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
                 self.table, self.layer, self.ignored = nn.Embedding(4, 6), nn.Linear(6, 6), nn.Linear(6, 6)
                 self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
@@ -215,7 +207,7 @@ class TestForward:
                 self.register_buffer("shift", torch.ones(6))
                 self.register_buffer("order", torch.arange(4))
 
-            def forward(self, tokens: torch.Tensor, *, turn: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+            def forward(self, tokens, *, turn, kept):
                 kinds = [tokens, turn, self.table.weight, self.layer.bias, self.ignored.weight, self.turn]
                 kept += [each.dtype for each in (*kinds, self.shift, self.order)]
                 x = self.layer(self.table(tokens)) * self.low + (self.turn * turn).real.sum()
@@ -226,7 +218,7 @@ class TestForward:
         policy = MixedPrecisionPolicy(BF16)
         dp_compile.replicate(model, ignored_modules=[model.ignored], config=AOT, mp_policy=policy)
         model.layer.register_forward_hook(lambda *_: half.append(model.low is given))
-        kept: list[Any] = []
+        kept = []
         backward(model(torch.tensor([0, 3]), turn=torch.tensor(1j), kept=kept))
         complex64, int64 = torch.complex64, torch.int64
         assert kept == [int64, complex64, BF16, BF16, F32, complex64, F32, int64]
@@ -234,13 +226,13 @@ class TestForward:
         assert {each.grad.dtype for each in model.parameters()} == {F32, BF16, complex64}
         dp_compile.unreplicate(model)
 
-    def test_inputs_and_outputs(self) -> None:
+    def test_inputs_and_outputs(self):
         class Echo(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
                 self.layer = nn.Linear(6, 6)
 
-            def forward(self, x: Any, other: Any = None) -> Any:
+            def forward(self, x, other=None):
                 return {"x": x, "other": other, "weight": self.layer(x["a"].to(self.layer.weight.dtype))}
 
         inputs = {"a": X, "b": torch.ones(2, dtype=torch.int64), "c": "text"}
@@ -261,27 +253,25 @@ class TestForward:
 class Twice(nn.Module):
     """A block that is called in a checkpoint, and once more without."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.block, self.norm = nn.Linear(6, 6), Block(), nn.LayerNorm(6)
-        self.how: Callable[..., Any] = lambda block, x: block(x)
+        self.how = lambda block, x: block(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.how(self.block, self.norm(self.first(x)))
-        result: torch.Tensor = self.block(x)
-        return result
+        return self.block(x)
 
 
 checkpointed = functools.partial(checkpoint, use_reentrant=False)
 reentrantly = functools.partial(checkpoint, use_reentrant=True)
 
 
-def with_compiled_block(model: nn.Module) -> nn.Module:
+def with_compiled_block(model):
     model.block.compile(backend="aot_eager")
     return model
 
 
-@pytest.mark.usefixtures("fake_group")
 class TestModules:
     @pytest.mark.parametrize(
         ("prepare", "how"),
@@ -292,7 +282,7 @@ class TestModules:
             (compile_whole, checkpointed),
         ],
     )
-    def test_recomputation(self, how: Callable[..., Any], prepare: Callable[[nn.Module], Any]) -> None:
+    def test_recomputation(self, how, prepare):
         torch.manual_seed(0)
         model = Twice()
         twin = copy.deepcopy(model)
@@ -314,7 +304,7 @@ class TestModules:
     @pytest.mark.parametrize(
         "build", [lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), lambda: nn.LSTM(6, 6)]
     )
-    def test_modules_that_look_at_their_parameters(self, build: Callable[[], nn.Module]) -> None:
+    def test_modules_that_look_at_their_parameters(self, build):
         torch.manual_seed(0)
         twin = build()
         torch.manual_seed(0)
@@ -332,9 +322,7 @@ class TestModules:
         copy.deepcopy(model)
 
     @pytest.mark.parametrize(("dtype", "expected", "compiled"), [(BF16, 1.0, False), (F32, 1.0 + 2**-7, True)])
-    def test_micro_steps_are_added_up_in_the_parameters_dtype(
-        self, dtype: torch.dtype, expected: float, compiled: bool
-    ) -> None:
+    def test_micro_steps_are_added_up_in_the_parameters_dtype(self, dtype, expected, compiled):
         """Gradients of one and four times 2**-9, computed in bfloat16, which has no place for them next to a one."""
         model = replicated(nn.Linear(1, 1, bias=False).to(dtype), reduce_dtype=F32)
         run = compile_whole(model) if compiled else model
@@ -345,7 +333,7 @@ class TestModules:
         assert 2 * float(model.weight.grad) == expected
         dp_compile.unreplicate(model)
 
-    def test_the_wrapper(self) -> None:
+    def test_the_wrapper(self):
         torch.manual_seed(0)
         model = Net()
         twin = copy.deepcopy(model)
@@ -360,7 +348,7 @@ class TestModules:
         dp_compile.unreplicate(wrapper)
         assert wrapper(X).dtype == F32
 
-    def test_hooks_and_backwards(self) -> None:
+    def test_hooks_and_backwards(self):
         """Hooks of the user see gradients in the parameter's dtype, local and without rounding."""
         model = replicated(mlp(), reduce_dtype=F32)
         seen = []
@@ -375,15 +363,14 @@ class TestModules:
         dp_compile.unreplicate(model)
 
 
-@pytest.mark.usefixtures("fake_group")
 class TestRefused:
-    def test_policies_and_modules(self) -> None:
+    def test_policies_and_modules(self):
         turn = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
         patched, tied = mlp(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         patched.forward = patched.forward
         tied[1].weight = tied[0].weight
-        cast: Any = MixedPrecisionPolicy(BF16)
-        refused: list[tuple[nn.Module, Any, str]] = [
+        cast = MixedPrecisionPolicy(BF16)
+        refused = [
             (mlp(), MixedPrecisionPolicy(torch.int32), "param_dtype of mp_policy must be one of .* torch.int32"),
             (mlp(), MixedPrecision(BF16), "must be a torch.distributed.fsdp.MixedPrecisionPolicy.* got MixedPrecision"),
             (mlp(), CustomPolicy(lambda module: False), "MixedPrecisionPolicy.* got .*CustomPolicy"),
@@ -400,9 +387,9 @@ class TestRefused:
             with pytest.raises((dp_compile.ConfigError, dp_compile.UnsupportedModuleError), match=message):
                 dp_compile.replicate(model, ignored_modules=ignored, config=AOT, mp_policy=policy)
 
-    def test_a_forward_that_changes_its_parameters(self) -> None:
+    def test_a_forward_that_changes_its_parameters(self):
         class Moving(nn.Linear):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x):
                 with torch.no_grad():
                     self.bias.add_(1)
                 return super().forward(x)

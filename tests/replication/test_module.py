@@ -1,15 +1,12 @@
-"""The class of a replicated module, its methods, its start at the first forward, and communication hooks."""
+"""The class of a replicated module, also of unusual ones, its methods, its start at the first forward, comm hooks."""
 
-from __future__ import annotations
-
+import abc
 import copy
 import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,36 +21,33 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_compile
 from dp_compile.replication.module import InputMover, replica_of
-from dp_compile.testing.ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
         self.head = nn.Linear(3, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.body(x))
 
 
 class OwnCopy(nn.Linear):
     """Says itself how it is copied, by class and attributes."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+    def __deepcopy__(self, memo):
         twin = type(self)(self.in_features, self.out_features)
         twin.load_state_dict(self.state_dict())
         return twin
 
 
-# --- the class --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake_group")
 class TestClass:
-    def test_is_a_subclass_of_both_and_gets_its_class_back(self) -> None:
+    def test_is_a_subclass_of_both_and_gets_its_class_back(self):
         model = dp_compile.replicate(Net())
         assert type(model).__name__ == "DDPNet"
         assert isinstance(model, Net)
@@ -64,7 +58,7 @@ class TestClass:
         assert not model._forward_pre_hooks
         assert type(dp_compile.replicate(model)).__name__ == "DDPNet"
 
-    def test_containers_can_be_indexed_and_sliced(self) -> None:
+    def test_containers_can_be_indexed_and_sliced(self):
         layers = dp_compile.replicate(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         assert type(layers[:2]) is nn.Sequential
         assert layers[:2](torch.ones(1, 2)).shape == (1, 3)
@@ -72,7 +66,7 @@ class TestClass:
         blocks = dp_compile.replicate(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
         assert type(blocks + nn.ModuleList([nn.ReLU()])) is nn.ModuleList
 
-    def test_copies_and_pickles_are_plain(self, tmp_path: Path) -> None:
+    def test_copies_and_pickles_are_plain(self, tmp_path):
         """Also where something inside points back, and with the user's hooks, but without ours."""
         model = dp_compile.replicate(Net())
         model.register_forward_pre_hook(hook_of_the_user)
@@ -97,7 +91,7 @@ class TestClass:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "Sequential"
 
-    def test_classes_that_say_how_they_are_copied(self) -> None:
+    def test_classes_that_say_how_they_are_copied(self):
         wrapper = dp_compile.DistributedDataParallel(Net(), config=AOT)
         average = AveragedModel(wrapper, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         average.update_parameters(wrapper)
@@ -115,23 +109,12 @@ class TestClass:
                 assert torch.equal(mine, other)
                 assert mine is not other
 
-    def test_compiled_before_and_after(self) -> None:
-        before, after = Net(), Net()
-        compiled_before = torch.compile(before, backend="aot_eager", fullgraph=True)
-        compiled_before(torch.ones(1, 4))
-        dp_compile.replicate(before, config=AOT)
-        compiled_after = torch.compile(dp_compile.replicate(after, config=AOT), backend="aot_eager", fullgraph=True)
-        for model, compiled in ((before, compiled_before), (after, compiled_after)):
-            compiled(torch.ones(1, 4)).sum().backward()
-            assert dp_compile.report(model).backwards == {"captured": 1}
 
-
-def hook_of_the_user(module: nn.Module, args: tuple[Any, ...]) -> None:
+def hook_of_the_user(module, args):
     """A forward pre-hook that does nothing."""
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_no_sync_returns_to_what_was_before() -> None:
+def test_no_sync_returns_to_what_was_before():
     model = dp_compile.replicate(Net())
     for sync in (False, True):
         model.set_requires_gradient_sync(sync)
@@ -140,8 +123,7 @@ def test_no_sync_returns_to_what_was_before() -> None:
         assert replica_of(model).state.sync is sync
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_inputs_are_moved_inside_a_compiled_forward() -> None:
+def test_inputs_are_moved_inside_a_compiled_forward():
     model = dp_compile.replicate(nn.Linear(4, 2), config=AOT)
     model.register_forward_pre_hook(InputMover(torch.device("cpu")), with_kwargs=True)
     mover = InputMover(torch.device("meta"))
@@ -153,12 +135,8 @@ def test_inputs_are_moved_inside_a_compiled_forward() -> None:
     assert dp_compile.report(model).backwards == {"captured": 1}
 
 
-# --- the start at the first forward -----------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake_group")
 class TestPending:
-    def test_meta(self) -> None:
+    def test_meta(self):
         with torch.device("meta"):
             model = Net()
         dp_compile.replicate(model, config=AOT)
@@ -172,7 +150,7 @@ class TestPending:
         torch.compile(nn.Sequential(model), backend="aot_eager", fullgraph=True)(torch.ones(1, 4))  # nothing is left
         assert [len(each._forward_pre_hooks) for each in model.modules()] == [1, 0, 0, 0, 0]
 
-    def test_lazy(self) -> None:
+    def test_lazy(self):
         """Parameters need values by the start; torch has no word on which one has none."""
         x = torch.ones(3, 4)
         with pytest.raises(RuntimeError):
@@ -195,26 +173,10 @@ class TestPending:
         with pytest.raises(dp_compile.UnsupportedModuleError, match="LazyLinear has lazy parameters"):
             dp_compile.DistributedDataParallel(nn.LazyLinear(2))
 
-    def test_before_the_start(self) -> None:
-        """Options are checked at once, copies are plain, and a part that runs first starts the whole."""
-        with torch.device("meta"):
-            model = Net()
-        with pytest.raises(dp_compile.ConfigError, match="bucket_cap_mb must be > 0"):
-            dp_compile.replicate(model, bucket_cap_mb=0)
-        dp_compile.replicate(model)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert type(twin) is Net
-            twin.body.to_empty(device="cpu")(torch.ones(3, 4)).sum().backward()
-        with pytest.raises(dp_compile.UnsupportedModuleError, match="not replicated yet"):
-            dp_compile.report(model)
-        model.to_empty(device="cpu").body(torch.ones(1, 4))
-        assert replica_of(model).names[0] == "body.0.weight"
-
 
 @on_ranks("ranks")
-def test_starts_as_torchs_replicate() -> None:
+def test_starts_as_torchs_replicate():
     """Ranks draw different initial values and see different inputs; the first forward is one without a reduction."""
-    torch._dynamo.reset()
     with torch.device("meta"):
         models = [Net(), Net()]
     dp_compile.replicate(models[0], config=AOT)
@@ -239,20 +201,16 @@ def test_starts_as_torchs_replicate() -> None:
     assert dp_compile.report(models[0]).backwards == {"captured": 2, "without sync": 2}
 
 
-# --- communication hooks ----------------------------------------------------------------------------------------
-
-
-def no_hook(state: Any) -> None:
+def no_hook(state):
     """Takes too little."""
 
 
-@pytest.mark.usefixtures("fake_group")
 class TestCommHooks:
-    def test_bad_hooks(self) -> None:
+    def test_bad_hooks(self):
         bf16 = default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook)
-        hooks: list[tuple[Any, str]] = [
+        hooks = [
             (3, r"must be a function of \(state, bucket\), got int"),
-            (no_hook, r"no_hook must take \(state, bucket\), takes \(state: 'Any'\)"),
+            (no_hook, r"no_hook must take \(state, bucket\), takes \(state\)"),
             (bf16, "bf16_compress_wrapper.* needs NCCL or XCCL, the group's backend is fake"),
         ]
         for hook, message in hooks:
@@ -261,7 +219,7 @@ class TestCommHooks:
                     model.register_comm_hook(None, hook)
                 assert dp_compile.report(model).mode == "python hooks"
 
-    def test_once_and_before_the_first_backward(self) -> None:
+    def test_once_and_before_the_first_backward(self):
         model = dp_compile.replicate(Net(), config=AOT)
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         with pytest.raises(dp_compile.UnsupportedModuleError, match="Net has a comm hook already, allreduce_hook"):
@@ -271,8 +229,8 @@ class TestCommHooks:
         with pytest.raises(dp_compile.UnsupportedModuleError, match="a backward of Net has run already"):
             model.register_comm_hook(None, default_hooks.allreduce_hook)
 
-    def test_the_report_says_why_one_is_not_captured(self) -> None:
-        hooks: list[tuple[Any, Any, str]] = [
+    def test_the_report_says_why_one_is_not_captured(self):
+        hooks = [
             (local_hook, [], "what it does is not known here"),
             (default_hooks.allreduce_hook, dist.new_group([0]), "it averages over another group than the module's"),
         ]
@@ -283,25 +241,25 @@ class TestCommHooks:
             assert dp_compile.report(model).why_not_captured.startswith(text)
             dp_compile.unreplicate(model)
 
-    def test_before_the_start(self) -> None:
+    def test_before_the_start(self):
         with torch.device("meta"):
             model = Net()
-        calls: list[int] = []
+        calls = []
         dp_compile.replicate(model, config=AOT).to_empty(device="cpu").register_comm_hook(calls, local_hook)
         model(torch.ones(3, 4)).sum().backward()
         assert len(calls) > 0
         assert dp_compile.report(model).mode == "python hooks, comm hook local_hook"
 
 
-def local_hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def local_hook(state, bucket):
     """Leaves the bucket as it is; the fake group's futures hold nothing."""
     state.append(bucket.buffer().numel())
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-def counting_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch's DDP refuses annotations that are text
+def counting_hook(state, bucket):  # torch's DDP refuses annotations that are text
     """Doubles the average, and writes down the size of the bucket."""
     state.append(bucket.buffer().numel())
     work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -313,16 +271,15 @@ HOOKS = {"ours": counting_hook, "fp16": default_hooks.fp16_compress_hook}
 
 @pytest.mark.parametrize(("how", "name"), [("compiled", "fp16"), ("wrapper", "ours")])
 @on_ranks("ranks")
-def test_comm_hook_as_torch_ddp(how: str, name: str) -> None:
+def test_comm_hook_as_torch_ddp(how, name):
     """Compare with torch's DDP with the same hook; with accumulation, compiled, over a few steps."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     plain = Net()
     theirs = TorchDDP(copy.deepcopy(plain))
-    ours: Any = dp_compile.DistributedDataParallel(plain, config=AOT) if how == "wrapper" else plain
+    ours = dp_compile.DistributedDataParallel(plain, config=AOT) if how == "wrapper" else plain
     if how != "wrapper":
         dp_compile.replicate(plain, config=AOT)
-    states: list[list[int]] = [[], []]
+    states = [[], []]
     for model, state in ((ours, states[0]), (theirs, states[1])):
         model.register_comm_hook(state if name == "ours" else None, HOOKS[name])
     run = torch.compile(ours, backend="aot_eager")
@@ -343,7 +300,7 @@ def test_comm_hook_as_torch_ddp(how: str, name: str) -> None:
     assert dp_compile.report(ours).backwards == (known if name == "fp16" else {"without sync": 3, "eager hooks": 3})
 
 
-def other_calls() -> list[str]:
+def other_calls():
     """What each rank raises of hooks that differ, and of what is refused on rank 1 alone."""
     raised, second = [], dist.get_rank() == 1
     for attempt in (
@@ -359,7 +316,7 @@ def other_calls() -> list[str]:
     return raised
 
 
-def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
+def test_ranks_with_other_comm_hooks(ranks2):
     """All ranks hear at once; they waited for it, as long as their group waits."""
     first, second = ranks2.run(other_calls, timeout_s=60.0)
     for text in (first[0], second[0]):
@@ -369,3 +326,113 @@ def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
         assert raised.startswith(f"DesyncError: {call}")
         assert own.startswith("ConfigError: ")
         assert own.removeprefix("ConfigError: ") in raised
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Mixin(abc.ABC):  # noqa: B024
+    """In front of `nn.Module`: objects of two such classes have layouts that Python takes for different."""
+
+
+class MixinFirst(Mixin, Plain):
+    pass
+
+
+class Refusing(type):
+    def __new__(cls, name, bases, body, **kwargs):
+        if "forward" not in body:
+            raise TypeError("every class has to define forward")
+        return super().__new__(cls, name, bases, body, **kwargs)
+
+
+class OfRefusing(Plain, metaclass=Refusing):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class StoresElsewhere(Plain):
+    """Assigns all that it is given, the class too, to another object, and finds it there."""
+
+    def __setattr__(self, name, value):
+        if name in ("training", "layer") or (name[0] == "_" and name != "__class__"):
+            super().__setattr__(name, value)
+        else:
+            vars(self).setdefault("elsewhere", {})[name] = value
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class OurNames(Plain):
+    """Children and a method with names that methods and wrappers of ours, or of torch's, have."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self._orig_mod, self.no_sync = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def set_requires_gradient_sync(self, x):
+        return 2 * x
+
+    def forward(self, x):
+        return self.set_requires_gradient_sync(self._orig_mod(self.module(self.no_sync(self.layer(x)))))
+
+
+def graph_module():
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+
+
+CLASSES = {
+    "metaclass": OfRefusing,
+    "mixin": MixinFirst,
+    "stores": StoresElsewhere,
+    "names": OurNames,
+    "graph": graph_module,
+    "script": lambda: torch.jit.script(nn.Linear(4, 4)),
+}
+
+
+def gradients(module, model):
+    for step in range(2):
+        module.zero_grad()
+        if step and isinstance(module, torch.fx.GraphModule):
+            (relu,) = module.graph.find_nodes(op="call_module", target="1")
+            with module.graph.inserting_after(relu):
+                relu.replace_all_uses_with(doubled := module.graph.call_function(torch.mul, (relu, 2.0)))
+            doubled.args = (relu, 2.0)
+            module.recompile()
+        model(torch.ones(2, 4) + step).square().mean().backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_class_trains(kind):
+    """The wrapper takes all, `replicate` swaps the class. The sum of the fake group is this rank's half."""
+    for swapped in (False, True) if kind != "metaclass" else (False,):
+        torch.manual_seed(1)
+        alone = CLASSES[kind]()
+        torch.manual_seed(1)
+        module = CLASSES[kind]()
+        own = type(module)
+        model = (dp_compile.replicate if swapped else dp_compile.DistributedDataParallel)(module, config=AOT)
+        assert (type(module) is not own) is swapped
+        assert issubclass(type(module), own)
+        found = [2 * each for each in gradients(module, model)]
+        torch.testing.assert_close(found, gradients(alone, alone))
+    if kind == "metaclass":
+        module = OfRefusing()
+        with pytest.raises(
+            dp_compile.UnsupportedModuleError, match=r"Use dp_compile.DistributedDataParallel\(module\)"
+        ):
+            dp_compile.replicate(module)
+        dp_compile.DistributedDataParallel(module)  # nothing of the attempt is left

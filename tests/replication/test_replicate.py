@@ -1,16 +1,16 @@
-"""What `replicate()` accepts, what it refuses and how; across real ranks where ranks matter."""
-
-from __future__ import annotations
+"""What `replicate()` and its options accept, what they refuse and how; across real ranks where ranks matter."""
 
 import copy
+import dataclasses
 import gc
+import math
+import pydoc
 import re
 import time
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -26,41 +26,39 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transfor
 from torch.distributed.tensor import DTensor
 
 import dp_compile
+from dp_compile.config import HOOK_VARIABLE, MONITOR_VARIABLE, ReplicateConfig, monitor_after_s
+from dp_compile.errors import ConfigError
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width=4):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, width), nn.ReLU())
         self.head = nn.Linear(width, 2)
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.body(x))
-
-
-# --- what stays as it is ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_group")
 class TestLocal:
-    def test_one_hook_for_each_trainable_parameter(self) -> None:
+    def test_one_hook_for_each_trainable_parameter(self):
         model = Net()
         model.head.bias.requires_grad_(False)
         dp_compile.replicate(model)
         hooked = [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]
         assert hooked == ["body.0.weight", "body.0.bias", "head.weight"]
 
-    def test_ignored_with_all_descendants_and_wherever_else_they_appear(self) -> None:
+    def test_ignored_with_all_descendants_and_wherever_else_they_appear(self):
         model = Net()
         model.more = nn.ModuleDict({"deep": nn.Sequential(nn.BatchNorm1d(3), model.head)})
         dp_compile.replicate(model, ignored_modules=[model.more], device_id=torch.device("cpu"))
         assert replica_of(model).names == ("body.0.weight", "body.0.bias")
         assert [tensor is model.steps for tensor in replica_of(model).buffers] == [True]
 
-    def test_names_have_no_wrappers(self) -> None:
+    def test_names_have_no_wrappers(self):
         model = Net()
         model.body[0] = checkpoint_wrapper(model.body[0])
         model.head = torch.compile(model.head, backend="aot_eager")
@@ -75,10 +73,10 @@ class TestLocal:
         with pytest.raises(dp_compile.UnsupportedModuleError, match=r"body\.0\.weight is on the meta device"):
             dp_compile.replicate(model)(torch.ones(1, 4))
 
-    def test_bad_input(self) -> None:
+    def test_bad_input(self):
         narrow, undecided = Net().bfloat16(), Net().bfloat16()
         narrow.head.bias.grad_dtype, undecided.head.bias.grad_dtype = torch.float32, None
-        refused: list[tuple[Any, dict[str, Any], str]] = [
+        refused = [
             (Net(), {"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
             (Net(), {"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
             (Net(), {"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0"),
@@ -95,7 +93,7 @@ class TestLocal:
             with pytest.raises((dp_compile.ConfigError, dp_compile.UnsupportedModuleError), match=message):
                 dp_compile.replicate(module, **options)
 
-    def test_what_the_module_itself_names_is_left_alone(self) -> None:
+    def test_what_the_module_itself_names_is_left_alone(self):
         """As torch's DDP does for torchrec and TRL."""
         model = Net()
         model._ddp_params_and_buffers_to_ignore = ["body.0.weight", "steps"]
@@ -106,7 +104,7 @@ class TestLocal:
             assert replica.names == ("body.0.bias", "head.weight", "head.bias")
             assert replica.buffers == ()
 
-    def test_unreplicate_of_the_wrapper(self) -> None:
+    def test_unreplicate_of_the_wrapper(self):
         inner = Net()
         wrapped = dp_compile.DistributedDataParallel(inner)
         gone = weakref.ref(replica_of(wrapped))
@@ -120,7 +118,7 @@ class TestLocal:
         assert wrapped(torch.ones(1, 4)).shape == (1, 2)
         dp_compile.replicate(inner)
 
-    def test_replicate_twice(self) -> None:
+    def test_replicate_twice(self):
         model = dp_compile.replicate(Net())
         with pytest.raises(
             dp_compile.UnsupportedModuleError, match=r"Net is replicated already\. Call dp_compile\.unreplicate"
@@ -134,7 +132,7 @@ class TestLocal:
         assert replica_of(parts).names == ("body.0.weight", "body.0.bias")
         assert (replica_of(parts.head).names, replica_of(parts.head).config.bucket_cap_mb) == (("weight", "bias"), 2)
 
-    def test_managed_by_fully_shard(self) -> None:
+    def test_managed_by_fully_shard(self):
         model = Net()
         fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
         dp_compile.replicate(model)
@@ -144,16 +142,16 @@ class TestLocal:
         with pytest.raises(dp_compile.UnsupportedModuleError, match=r"has no parameter .* and fully_shard"):
             dp_compile.replicate(nn.Sequential(model.head))
 
-    def test_managed_by_torch_replicate(self) -> None:
+    def test_managed_by_torch_replicate(self):
         model = Net()
         torch_replicate(model.head)
         with pytest.raises(dp_compile.UnsupportedModuleError, match="submodule head is managed by torch's replicate"):
             dp_compile.replicate(model)
         dp_compile.replicate(model, ignored_modules=[model.head])
 
-    def test_buckets_end_where_a_policy_says(self) -> None:
+    def test_buckets_end_where_a_policy_says(self):
 
-        def blocks() -> nn.Module:
+        def blocks():
             model = nn.Sequential(nn.Embedding(10, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in "ab"))
             model.append(nn.Linear(8, 10))
             model[3].weight = model[0].weight
@@ -169,7 +167,7 @@ class TestLocal:
             with pytest.raises(dp_compile.ConfigError, match=text):
                 dp_compile.replicate(blocks(), bucket_policy=policy)
 
-    def test_device_mesh(self) -> None:
+    def test_device_mesh(self):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
         with pytest.raises(dp_compile.ConfigError, match=r"one dimension, or two .*, got 3\. Take a slice"):
             dp_compile.replicate(Net(), device_mesh=init_device_mesh("cpu", (1, 2, 1)))
@@ -179,17 +177,14 @@ class TestLocal:
         assert replica_of(model).group.world_size == 2
 
 
-def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_group(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(dp_compile.ConfigError, match="init_process_group"):
         dp_compile.replicate(Net())
 
 
-# --- across ranks -----------------------------------------------------------------------------------------------
-
-
 @on_ranks("ranks")
-def test_first_rank_is_copied() -> None:
+def test_first_rank_is_copied():
     torch.manual_seed(dist.get_rank())
     model = Net()
     model.steps.fill_(dist.get_rank() + 5)
@@ -200,19 +195,19 @@ def test_first_rank_is_copied() -> None:
 
 
 class Ordered(nn.Module):
-    def __init__(self, names: str) -> None:
+    def __init__(self, names):
         super().__init__()
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.ones(2)))
 
 
-def fails(**_: Any) -> bool:
+def fails(**_):
     raise ZeroDivisionError("a bug")
 
 
 POLICIES = [MixedPrecisionPolicy(reduce_dtype=each) for each in (torch.float16, torch.bfloat16)]
 # What rank 1 does otherwise, by options; and what the error names.
-DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+DIFFERENCES = {
     "shape": ({}, "body.0.weight"),
     "parameter order": ({}, 'trainable parameters[0] is "b: float32[2] strides [1]" there'),
     "cap": ({"bucket_cap_mb": 3}, "bucket_cap_mb is 3"),
@@ -221,17 +216,17 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({}, 'dp_compile is "0.0.7" there'),
     "environment": ({}, "DP_COMPILE_DDP_PYTHON_HOOK is false there, true on rank 0"),
 }
-FAILURES: dict[str, tuple[dict[str, Any], str]] = {
+FAILURES = {
     "frozen": ({}, "UnsupportedModuleError: Net has no parameter that requires a gradient"),
     "bug": ({"bucket_policy": fails}, "ZeroDivisionError: a bug"),
 }
 
 
-def disagree(kinds: dict[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[str, float]]:
+def disagree(kinds):
     """Errors, and how long each took; later calls of all ranks still match."""
     second, found = dist.get_rank() == 1, {}
     for how, (options, _) in kinds.items():
-        model: nn.Module = Net(width=6 if second and how == "shape" else 4)
+        model = Net(width=6 if second and how == "shape" else 4)
         if how == "parameter order":
             model = Ordered("ba" if second else "ab")
         model.requires_grad_(not (second and how == "frozen"))
@@ -250,7 +245,7 @@ def disagree(kinds: dict[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[st
     return found
 
 
-def test_ranks_with_other_models(ranks: Ranks) -> None:
+def test_ranks_with_other_models(ranks):
     for found in ranks.run(disagree, DIFFERENCES):
         for how, (_, difference) in DIFFERENCES.items():
             text, seconds = found[how]
@@ -261,7 +256,7 @@ def test_ranks_with_other_models(ranks: Ranks) -> None:
             assert seconds < 30
 
 
-def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
+def test_error_on_one_rank_reaches_the_other(ranks):
     first, second, *_ = ranks.run(disagree, FAILURES)
     for how, (_, error) in FAILURES.items():
         assert second[how][0].startswith(error)
@@ -270,18 +265,18 @@ def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("call", ["replicate", "calibrate"])
 @on_ranks("own_ranks")
-def test_a_call_that_another_rank_does_not_make(call: str) -> None:
+def test_a_call_that_another_rank_does_not_make(call):
     group = dist.new_group(timeout=timedelta(seconds=2))
     others = [str(rank) for rank in range(1, dist.get_world_size())]
     missing = "rank 1 has" if len(others) == 1 else f"ranks {', '.join(others)} have"
-    function: Any = partial(dp_compile.replicate, Net()) if call == "replicate" else dp_compile.calibrate
+    function = partial(dp_compile.replicate, Net()) if call == "replicate" else dp_compile.calibrate
     text = re.escape(f"{call}(): {missing} not called {call}() after 2 s")
     with pytest.raises(dp_compile.DesyncError, match=text) if dist.get_rank() == 0 else nullcontext():
         function(process_group=group) if dist.get_rank() == 0 else None
 
 
 @on_ranks("ranks")
-def test_a_step_after_the_end_of_the_group() -> None:
+def test_a_step_after_the_end_of_the_group():
     group = dist.new_group(list(range(dist.get_world_size())), group_desc="short-lived")
     model = dp_compile.replicate(Net(), process_group=group, config=dp_compile.ReplicateConfig(backend="aot_eager"))
     call = torch.compile(model, backend="aot_eager")
@@ -295,9 +290,8 @@ def test_a_step_after_the_end_of_the_group() -> None:
 
 
 @on_ranks("ranks2")
-def test_beside_fully_shard() -> None:
+def test_beside_fully_shard():
     """Part of a model is sharded by torch, the rest replicated."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
     alone = copy.deepcopy(model)
@@ -321,8 +315,7 @@ def test_beside_fully_shard() -> None:
     ],
 )
 @on_ranks("ranks")
-def test_a_backward_that_cannot_be_reduced(how: str, message: str) -> None:
-    torch._dynamo.reset()
+def test_a_backward_that_cannot_be_reduced(how, message):
     model = Net()
     model.head = nn.Linear(4, 4)
     config = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -334,3 +327,43 @@ def test_a_backward_that_cannot_be_reduced(how: str, message: str) -> None:
         dp_compile.replicate(model.head, config=config)
     with pytest.raises(dp_compile.ReductionError, match=re.escape(message)):
         torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
+
+
+def test_what_is_not_allowed():
+    wrong = [
+        *(({"bucket_cap_mb": value}, f"bucket_cap_mb must be .*got {value!r}") for value in (0, math.nan, "25", True)),
+        *(({each.name: 7}, f"{each.name} must be .* got 7") for each in dataclasses.fields(ReplicateConfig)[5:]),
+        ({"backend": "eager"}, "backend must be one of inductor, aot_eager, got 'eager'"),
+        ({"cost": 1.0}, "cost must be an AllReduceCost"),
+        ({"mp_policy": "bfloat16"}, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            ReplicateConfig(**options)
+    assert ReplicateConfig(bucket_cap_mb=math.inf).bucket_cap_mb == math.inf
+
+
+@pytest.mark.parametrize(("text", "meaning"), [("", 30.0), ("0.5", 0.5), ("0", None), (" Off ", None)])
+def test_when_the_monitor_warns(text, meaning, monkeypatch):
+    monkeypatch.setenv(MONITOR_VARIABLE, text)
+    assert monitor_after_s() == meaning
+    monkeypatch.setenv(MONITOR_VARIABLE, "soon")
+    with pytest.raises(ConfigError, match=f"{MONITOR_VARIABLE} must be seconds >= 0 or off, got 'soon'"):
+        monitor_after_s()
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "expected"),
+    [(None, "", True), (None, " Yes ", True), (None, "OFF", False), (True, "0", True), (False, "1", False)],
+)
+def test_which_setting_of_the_hook_wins(option, variable, expected, monkeypatch):
+    monkeypatch.setenv(HOOK_VARIABLE, variable)
+    assert ReplicateConfig(ddp_python_hook=option).uses_python_hook() is expected
+    monkeypatch.setenv(HOOK_VARIABLE, "maybe")
+    with pytest.raises(ConfigError, match=r"DP_COMPILE_DDP_PYTHON_HOOK must be one of 0, 1, false.*got"):
+        ReplicateConfig().uses_python_hook()
+
+
+def test_each_option_is_documented_with_its_type():
+    text = pydoc.render_doc(ReplicateConfig)
+    assert all(f"{field.name}: `" in text for field in dataclasses.fields(ReplicateConfig))

@@ -1,12 +1,9 @@
 """Warm-up compiles everything beforehand and leaves no trace; afterwards nothing is compiled in any kind of step."""
 
-from __future__ import annotations
-
 import copy
 import random
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,8 @@ from torch import nn
 import dp_compile
 from dp_compile._torch import compiler
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 
@@ -26,38 +24,36 @@ CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 class Net(nn.Module):
     """Tokens in, logits out; with running statistics and random numbers. Small: each form of it is compiled often."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.token, self.drop, self.mix = nn.Embedding(32, 8), nn.Dropout(0.1), nn.Linear(8, 32)
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         self.seen.add_(1.0)
-        out: torch.Tensor = self.mix(self.drop(self.token(tokens)))
-        return out
+        return self.mix(self.drop(self.token(tokens)))
 
 
-def tokens(batch: int, length: int) -> torch.Tensor:
+def tokens(batch, length):
     return torch.randint(0, 32, (batch, length))
 
 
-def build(group: dist.ProcessGroup | None = None) -> tuple[nn.Module, Any]:
-    torch._dynamo.reset()
+def build(group=None):
     torch.manual_seed(0)
     model = dp_compile.replicate(Net(), process_group=group, config=CONFIG)
     compiled = torch.compile(model, backend="aot_eager")
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
+    def loss(x):
         return nn.functional.cross_entropy(compiled(x).flatten(0, 1), x.flatten())
 
     return model, loss
 
 
-def made() -> tuple[int, int]:
+def made():
     return compiler.captures(), compiler.compiled_graphs()
 
 
-def mixed_steps(model: nn.Module, loss: Any, count: int, sizes: tuple[int, ...]) -> None:
+def mixed_steps(model, loss, count, sizes):
     """Steps with and without reduction, gradients kept and not, of any length and with a smaller batch at times."""
     kinds, shapes = random.Random(1), random.Random(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -71,9 +67,8 @@ def mixed_steps(model: nn.Module, loss: Any, count: int, sizes: tuple[int, ...])
             optimizer.step()
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("sizes", [(4,), pytest.param((4, 3), marks=pytest.mark.nightly)])
-def test_nothing_is_compiled_after_the_warm_up(sizes: tuple[int, ...]) -> None:
+def test_nothing_is_compiled_after_the_warm_up(sizes):
     model, loss = build()
     examples = [tokens(*shape) for shape in ((4, 9), (4, 7), (3, 8), (3, 6)) if shape[0] in sizes]
     record = dp_compile.warmup(model, examples, loss)
@@ -86,8 +81,7 @@ def test_nothing_is_compiled_after_the_warm_up(sizes: tuple[int, ...]) -> None:
     assert sum(dp_compile.report(model).backwards.values()) == 50
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_no_trace() -> None:
+def test_no_trace():
     model, loss = build()
     loss(tokens(4, 9)).backward()
     replica = replica_of(model)
@@ -104,24 +98,22 @@ def test_no_trace() -> None:
     assert (replica.history.synced_backwards, dp_compile.report(model).backwards) == (steps, backwards)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_refuses() -> None:
+def test_refuses():
     model, loss = build()
     with pytest.raises(dp_compile.ConfigError, match="at least one batch"):
         dp_compile.warmup(model, [], loss)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x):
         with torch.no_grad():
             model.mix.weight.add_(1.0)
-        out: torch.Tensor = loss(x)
-        return out
+        return loss(x)
 
     with pytest.raises(dp_compile.ConfigError, match=r"changed mix\.weight"):
         dp_compile.warmup(model, [tokens(4, 9)], step)
 
 
 @on_ranks("ranks")
-def test_two_ranks_with_shapes_of_their_own() -> None:
+def test_two_ranks_with_shapes_of_their_own():
     """The same plan, the same collectives, nothing compiled later, equal parameters."""
     model, loss = build()
     torch.manual_seed(dist.get_rank())
@@ -136,7 +128,7 @@ def test_two_ranks_with_shapes_of_their_own() -> None:
     same_on_all_ranks(model)
 
 
-def run_differently() -> list[str]:
+def run_differently():
     """Rank 1 warms up with one batch more, then not at all."""
     model, loss = build(group=dist.new_group(timeout=timedelta(seconds=3)))
     texts, rank = [], dist.get_rank()
@@ -149,7 +141,7 @@ def run_differently() -> list[str]:
     return texts
 
 
-def test_ranks_have_to_warm_up_alike(ranks2: Ranks) -> None:
+def test_ranks_have_to_warm_up_alike(ranks2):
     first, second = ranks2.run(run_differently)
     assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in first[0]
     assert second == first[:1]

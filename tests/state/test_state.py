@@ -1,41 +1,39 @@
-"""State over data parallel beside tensor parallel: as torch's extension of FSDP has it, and right where that is not."""
+"""State over data and tensor parallel as torch's extension of FSDP, also where that fails."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import full, mesh_of
+from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 import dp_compile
 from dp_compile import state
-from dp_compile.testing.ranks import Ranks
 
-LAYOUTS: tuple[Placement | None, ...] = (None, Replicate(), Shard(0), Shard(1))
+LAYOUTS = (None, Replicate(), Shard(0), Shard(1))
 
 
-def values(rows: int, columns: int = 4) -> torch.Tensor:
+def values(rows, columns=4):
     return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + 1
 
 
-def laid_out(value: torch.Tensor, mesh: DeviceMesh, placement: Placement | None) -> Any:
+def laid_out(value, mesh, placement):
     """A parameter beside tensor parallel; `None`: one that it leaves alone."""
     parameter = nn.Parameter(value.clone())
     return parameter if placement is None else nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]))
 
 
-def own(tensor: Any) -> torch.Tensor:
+def own(tensor):
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def beside_torch() -> None:
+@on_ranks("meshed")
+def test_as_torchs_extension():
     torchs = DTensorExtensions(torch.cpu)
     for shape in ((2, 2), (1, 4), (4, 1), (1, 2, 2)):
         mesh = mesh_of(shape)
@@ -52,11 +50,7 @@ def beside_torch() -> None:
             assert torch.equal(back, own(parameter))
 
 
-def test_as_torchs_extension(meshed: Ranks) -> None:
-    meshed.run(beside_torch)
-
-
-def cases() -> Iterator[tuple[DeviceMesh, DeviceMesh, DeviceMesh]]:
+def cases():
     """The parent, its part of data parallel and that of tensor parallel; torch needs the latter to be the last."""
     for shape in ((2, 2), (4, 1)):
         mesh = mesh_of(shape)
@@ -68,7 +62,8 @@ def cases() -> Iterator[tuple[DeviceMesh, DeviceMesh, DeviceMesh]]:
     yield mesh, mesh["between"], mesh["tp"]
 
 
-def uneven() -> None:
+@on_ranks("meshed")
+def test_uneven_parts_and_other_meshes():
     """Eleven rows, that no mesh shares evenly; one, of which most ranks hold nothing."""
     for mesh, dp, tp in cases():
         for rows in (11, 1):
@@ -89,13 +84,9 @@ def uneven() -> None:
                 assert torch.equal(back, 2 * own(parameter))
 
 
-def test_uneven_parts_and_other_meshes(meshed: Ranks) -> None:
-    meshed.run(uneven)
-
-
-def refusals() -> dict[str, str]:
-    said: dict[str, str] = {}
-    torchs: Any = DTensorExtensions(torch.cpu)
+@on_ranks("meshed")
+def test_refusals():
+    torchs = DTensorExtensions(torch.cpu)
     mesh, line = mesh_of((2, 2)), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     elsewhere = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     parameter = laid_out(values(8), mesh["tp"], Shard(0))
@@ -104,38 +95,18 @@ def refusals() -> dict[str, str]:
         with pytest.raises(RuntimeError):
             torchs.chunk_dtensor(parameter, dist.get_rank(), over)
     flattened = mesh_of((2, 1, 2))["between", "inside"]._flatten("both")
-    attempts: dict[str, Callable[[], object]] = {
-        "no parent": lambda: state.chunk(parameter, None),
-        "one dimension, gathered": lambda: state.gather(chunk, line),
-        "another parent": lambda: state.gather(chunk, elsewhere["dp"]),
-        "not a chunk": lambda: state.gather(own(parameter), mesh["dp"]),
-        "the whole mesh": lambda: state.chunk(parameter, mesh),
-        "of another mesh": lambda: state.chunk(parameter, elsewhere["dp"]),
-        "the same dimension": lambda: state.chunk(parameter, mesh["tp"]),
-        "a chunk": lambda: state.chunk(chunk, mesh["dp"]),
-        "no dimension": lambda: state.chunk(torch.tensor(1.0), mesh["dp"]),
-        "flattened": lambda: state.chunk(parameter, flattened),
-    }
-    for name, attempt in attempts.items():
-        try:
+    parent = "mesh['dp'] of init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), got None"
+    for attempt, words in (
+        (lambda: state.chunk(parameter, None), parent),
+        (lambda: state.gather(chunk, line), "got a mesh of dp"),
+        (lambda: state.gather(chunk, elsewhere["dp"]), "gather() needs a DTensor on"),
+        (lambda: state.gather(own(parameter), mesh["dp"]), "got a plain tensor"),
+        (lambda: state.chunk(parameter, mesh), "got a mesh of dp, tp"),
+        (lambda: state.chunk(parameter, elsewhere["dp"]), "Slice both from one mesh"),
+        (lambda: state.chunk(parameter, mesh["tp"]), "its ranks hold different shards"),
+        (lambda: state.chunk(chunk, mesh["dp"]), "its ranks hold different shards"),
+        (lambda: state.chunk(torch.tensor(1.0), mesh["dp"]), "got a scalar"),
+        (lambda: state.chunk(parameter, flattened), "got a mesh of both"),
+    ):
+        with pytest.raises(dp_compile.ConfigError, match=re.escape(words)):
             attempt()
-        except dp_compile.ConfigError as error:
-            said[name] = str(error)
-    return said
-
-
-def test_refusals(meshed: Ranks) -> None:
-    expected = {
-        "no parent": "mesh['dp'] of init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), got None",
-        "one dimension, gathered": "got a mesh of dp",
-        "another parent": "gather() needs a DTensor on",
-        "not a chunk": "got a plain tensor",
-        "the whole mesh": "got a mesh of dp, tp",
-        "of another mesh": "Slice both from one mesh",
-        "the same dimension": "its ranks hold different shards",
-        "a chunk": "its ranks hold different shards",
-        "no dimension": "got a scalar",
-        "flattened": "got a mesh of both",
-    }
-    for said in meshed.run(refusals):
-        assert {name for name, words in expected.items() if words not in said.get(name, "")} == set(), said

@@ -1,16 +1,19 @@
-"""`dp-compile train`: its options, and real runs of the command."""
-
-from __future__ import annotations
+"""`dp-compile train`: its options, and real runs of the command; `torchrun` in two network namespaces over one link."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import resumable_run
+import torch
 
+from dp_compile.bench import networks
+from dp_compile.bench.networks import ADDRESSES, Network, NetworkError, open_network
 from dp_compile.cli import main as cli
 from dp_compile.insight.step import Step
 
@@ -26,20 +29,10 @@ TINY = ("--layers", "1", "--width", "32")
         (("--mp", "bf16", "--comm-hook", "int8"), {}, "--mp must be without --comm-hook, got 'bf16'"),
         (("--save-step", "/no/such/place/step.json"), {}, "--save-step must be a file in a directory that exists"),
         ((), {"DP_COMPILE_DDP_PYTHON_HOOK": "0"}, "DP_COMPILE_DDP_PYTHON_HOOK must be unset"),
-        (
-            ("--ranks", "2"),
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"},
-            "--ranks must be the 4 of torchrun",
-        ),
+        (("--ranks", "2"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "--ranks must be the 4 of torchrun"),
     ],
 )
-def test_bad_options_say_so_in_one_line(
-    arguments: tuple[str, ...],
-    environment: dict[str, str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bad_options_say_so_in_one_line(arguments, environment, message, capsys, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     try:
@@ -53,13 +46,13 @@ def test_bad_options_say_so_in_one_line(
     assert printed.err.count("\n") == 1
 
 
-def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+def start(*arguments, **variables):
     command = [sys.executable, "-m", "dp_compile", "train", *TINY, *arguments]
     pipe, environment = subprocess.PIPE, {**os.environ, **variables}
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
 
 
-def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
+def test_two_ranks_train_and_end_where_torch_does(tmp_path):
     saved = tmp_path / "step.json"
     process = start("--steps", "22", "--check", "--bucket-cap-mb", "0.02", "--save-step", str(saved))
     out, err = process.communicate(timeout=300)
@@ -80,7 +73,7 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
     assert step.measured is not None
 
 
-def children(parent: int) -> list[int]:
+def children(parent):
     """The rank processes, in the order in which they were started."""
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [pid for pid in map(int, text.split()) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -88,7 +81,7 @@ def children(parent: int) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ends", ["a rank is killed", pytest.param("Ctrl-C", marks=pytest.mark.nightly)])
-def test_an_end_of_one_is_the_end_of_all(ends: str, tmp_path: Path) -> None:
+def test_an_end_of_one_is_the_end_of_all(ends, tmp_path):
     process = start("--steps", "100000", TMPDIR=str(tmp_path))
     assert any(line.startswith("step     0") for line in process.stdout)
     ranks = children(process.pid)
@@ -105,3 +98,65 @@ def test_an_end_of_one_is_the_end_of_all(ends: str, tmp_path: Path) -> None:
         assert "\nrank 1: died with exit code -9\n" in err
     assert not [each for each in ranks if Path(f"/proc/{each}").exists()]
     assert {each.name.partition("_")[0] for each in tmp_path.iterdir()} <= {"torchinductor"}  # a cache
+
+
+@pytest.fixture
+def agent():
+    """Starts what `torchrun` is on a machine, 0 or 1, with a program and variables."""
+    with ExitStack() as stack:
+        try:
+            bed = stack.enter_context(open_network(Network("shaped", rate_mbit=1000.0), ranks=2))
+        except NetworkError as error:
+            pytest.skip(f"there are no two machines to play: {error}")
+        started = []
+
+        def start(machine, *program, **variables):
+            host, last = ADDRESSES[0].rsplit(".", 1)
+            command = [networks._tool("ip"), "netns", "exec", bed.spaces[machine], sys.executable]
+            command += ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+            command += ["--rdzv-backend=c10d", "--rdzv-id=run"]
+            command += [f"--rdzv-endpoint={ADDRESSES[0]}:29500", f"--local-addr={host}.{int(last) + machine}"]
+            # Who serves the store is found by names of hosts, and both have this machine's.
+            command += [f"--rdzv-conf=is_host={int(machine == 0)}"]
+            # torch 2.13 keeps one store over all attempts, where gloo finds addresses of dead ranks: pytorch#135712.
+            shown = {**os.environ, **bed.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables}
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen([*command, *program], env=shown, stdout=pipe, stderr=pipe, text=True))
+            return started[-1]
+
+        yield start
+        for process in started:
+            process.kill()
+            process.communicate()  # its pipes are closed
+
+
+def ended(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out[-2000:]}\n{err[-4000:]}"
+    return out
+
+
+@pytest.mark.nightly
+def test_the_main_job(agent):
+    sizes = ("--layers", "1", "--width", "32", "--steps", "12")
+    both = [agent(machine, "--module", "dp_compile", "train", *sizes, "--check") for machine in range(2)]
+    (out,) = filter(None, map(ended, both))  # rank 0 speaks
+    assert "2 on cpu (gloo)" in out
+    assert "backwards: 12 captured" in out
+    assert "check passed" in out
+
+
+@pytest.mark.nightly
+def test_a_machine_that_is_lost_and_comes_back(agent, ranks2, tmp_path):
+    """Its agent and rank are killed, all go on from torch's distributed checkpoint when another one is there."""
+    result = tmp_path / "result.pt"
+    program = (resumable_run.__file__, str(tmp_path / "interrupted"), str(result))
+    stays, goes = agent(0, *program, WHO_DIES="nobody"), agent(1, *program, WHO_DIES="agent")
+    assert goes.wait(timeout=300) != 0
+    back = agent(1, *program, WHO_DIES="nobody")
+    out = ended(stays) + ended(back)
+    assert f"starts at step {resumable_run.KILL_AT}" in out
+    resumed = torch.load(result)
+    expected = ranks2.run(resumable_run.train, str(tmp_path / "whole"), False)[0]
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
