@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop
+from dp_compile.bench.modes import Loop
 from dp_compile.bench.results import Ratio, load, ratios
 
 

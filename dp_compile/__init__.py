@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dp_compile.errors import DPCompileError as DPCompileError
     from dp_compile.errors import ReductionError as ReductionError
     from dp_compile.errors import UnsupportedModuleError as UnsupportedModuleError
-    from dp_compile.insight.measure import measure as measure
     from dp_compile.insight.observe import explain as explain
+    from dp_compile.insight.observe import measure as measure
     from dp_compile.insight.observe import report as report
     from dp_compile.insight.observe import step_of as step_of
     from dp_compile.insight.predict import predict as predict
@@ -50,7 +50,7 @@ _HOME = {
     "compiled_backward": "engine.backward",
     "explain": "insight.observe",
     "join": "replication.join",
-    "measure": "insight.measure",
+    "measure": "insight.observe",
     "no_sync": "replication.module",
     "predict": "insight.predict",
     "replicate": "replication.replicate",

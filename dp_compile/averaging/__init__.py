@@ -3,8 +3,8 @@
 Imported by name: `from dp_compile import averaging`. Names, arguments and schedules are torch's.
 """
 
-from dp_compile.averaging.averagers import PeriodicModelAverager as PeriodicModelAverager
 from dp_compile.averaging.optimizers import OuterOptimizer as OuterOptimizer
+from dp_compile.averaging.optimizers import PeriodicModelAverager as PeriodicModelAverager
 from dp_compile.averaging.optimizers import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 
 __all__ = ["OuterOptimizer", "PeriodicModelAverager", "PostLocalSGDOptimizer"]

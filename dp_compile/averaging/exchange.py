@@ -30,12 +30,9 @@ from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
 
-BUCKET_MB: Final = 25.0
-"""As large as those of torch's DDP; for each dtype and type of device its own."""
-IN_FLIGHT: Final = 2
-"""Buckets that are on their way at a time: one is filled while the other travels, and memory stays small."""
-ASK_S: Final = 5.0
-"""How long ranks that could not reach each other look for those that are missing."""
+BUCKET_MB: Final = 25.0  # as large as those of torch's DDP; for each dtype and type of device its own
+IN_FLIGHT: Final = 2  # buckets at a time: one is filled while the other travels, and memory stays small
+ASK_S: Final = 5.0  # how long ranks that could not reach each other look for those that are missing
 CALL: Final = "average_parameters()"
 AVERAGED: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
@@ -45,8 +42,7 @@ _exchanges: Final[Counter[str]] = Counter()
 def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> list[torch.Tensor]:
     """All parameters of an iterable of them or of an optimizer's groups, each once, with a gradient or without.
 
-    Raises:
-        ConfigError: it holds something else, nothing, or a parameter that has no average.
+    A `ConfigError` if it holds something else, nothing, or a parameter that has no average.
     """
     found: dict[int, torch.Tensor] = {}
     for each in params:
@@ -78,11 +74,9 @@ def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGr
 
 
 class Exchange:
-    """The averagings of one averager.
+    """The averagings of one averager over a group; a rank that is not in it does nothing.
 
-    Args:
-        process_group: of all ranks that take part. A rank that is not in it does nothing.
-        schedule: what has to be the same on all ranks in addition to tensors and step.
+    `schedule`: what has to be the same on all ranks in addition to tensors and step.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, schedule: Mapping[str, Any]) -> None:
@@ -98,25 +92,12 @@ class Exchange:
             self._topic = f"dp_compile.averaging/{name}/{_exchanges[name]}"
 
     def meet(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
-        """Compare once with all ranks of the group; `more` is compared too.
-
-        Raises:
-            DesyncError: on every rank, they were given different tensors, steps or schedules, or one did not come.
-        """
+        """Compare once with all ranks of the group, `more` too: a `DesyncError` on every rank if one differs."""
         self._compare(tensors, step, **self._schedule, **more)
         self.has_met = True
 
     def average(self, tensors: Sequence[torch.Tensor], step: int) -> None:
-        """Set each tensor to its average over the ranks of a group, in place.
-
-        Args:
-            tensors: the same on all ranks but for their values.
-            step: of the caller.
-
-        Raises:
-            DesyncError: on every rank of the group, other ranks have other tensors or are at another step.
-            CommunicationError: a rank did not come within the group's time-out.
-        """
+        """Set each tensor to its average over the ranks of a group, in place; not if these or the steps differ."""
         if dist.get_rank(self._group) < 0 or dist.get_world_size(self._group) == 1:
             return
         plan, hashed = self._plan(tensors)
@@ -152,11 +133,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:
-        """Inside, ranks wait for each other.
-
-        Raises:
-            CommunicationError: in place of torch's error, `what` did not happen and which ranks are missing.
-        """
+        """Inside ranks wait for each other; the `CommunicationError` says who was missing, and that `what` failed."""
         try:
             yield
         except DesyncError:

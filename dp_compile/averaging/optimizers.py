@@ -1,9 +1,9 @@
-"""Optimizers that step alone and average now and then: post-local SGD, and an outer optimizer over averaged changes."""
+"""torch's averager and the optimizers that call one: post-local SGD, and an outer optimizer over averaged changes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -19,6 +19,42 @@ from dp_compile.errors import require, require_integer
 with warnings.catch_warnings():  # its module uses the TorchScript that torch itself deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import PostLocalSGDOptimizer as TorchOptimizer
+
+
+class PeriodicModelAverager(averagers.PeriodicModelAverager):
+    """Averages parameters in every `period`-th call of `average_parameters`, from call number `warmup_steps` on.
+
+    As torch's, of which it is a subclass, so that what takes torch's takes this one; but every parameter is averaged,
+    in place, by dtype (`docs/algorithms.md`).
+    """
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        # Not made with the averager: torch's constructor is left alone, so that its warnings name the user's line.
+        schedule = {"averager": type(self).__name__, "period": self.period, "warmup_steps": self.warmup_steps}
+        return Exchange(self.process_group, schedule)
+
+    def average_parameters(self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> None:
+        """Average if the step is due, and count it. Called after each optimizer step, on every rank.
+
+        Args:
+            params: parameters, or parameter groups of an optimizer. Each is averaged once, in place, whether it has a
+                gradient or not.
+
+        Raises:
+            DesyncError: on every rank, others were given other parameters, or are at another step.
+            CommunicationError: a rank did not come within the group's time-out.
+            ConfigError: neither parameters nor groups, no parameters, or one that cannot be averaged.
+        """
+        is_due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
+        if is_due or not self._exchange.has_met:
+            parameters = parameters_in(params)
+            if not self._exchange.has_met:  # the first call compares what all ranks were given, due or not
+                self._exchange.meet(parameters, self.step)
+            if is_due:
+                self._exchange.average(parameters, self.step)
+                note_equal(parameters, self.process_group)
+        self.step += 1
 
 
 class PostLocalSGDOptimizer(TorchOptimizer):
@@ -39,12 +75,10 @@ class PostLocalSGDOptimizer(TorchOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The local optimizer's."""
         return self.optim.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The local optimizer's."""
         return self.optim.defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -100,9 +134,8 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         require_integer("every", every, 1)
         require(outer_lr > 0 and momentum >= 0, "outer_lr, momentum", "> 0 and >= 0", (outer_lr, momentum))
         options = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
-        outer = _OuterStep(process_group, parameters_in(optim.param_groups), **options)
-        super().__init__(optim, outer)
-        self._outer = outer
+        self._outer = _OuterStep(process_group, parameters_in(optim.param_groups), **options)
+        super().__init__(optim, self._outer)
 
     def state_dict(self) -> dict[str, Any]:
         """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks."""
@@ -131,10 +164,7 @@ class _OuterStep(averagers.ModelAverager):
     """The outer SGD, as an averager. `outer` and `velocities` are in the order of the parameters."""
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        parameters: Sequence[torch.Tensor],
-        **options: Any,
+        self, process_group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor], **options: Any
     ) -> None:
         super().__init__(process_group)
         self._options = options
@@ -156,11 +186,7 @@ class _OuterStep(averagers.ModelAverager):
         self.__dict__.pop("_exchange", None)  # compared once more
 
     def check(self, parameters: Sequence[torch.Tensor], state: dict[str, Any]) -> None:
-        """Whether a state is of an optimizer over such parameters.
-
-        Raises:
-            ConfigError: it has another number of tensors, or one of another shape.
-        """
+        """A `ConfigError` if a state is not of such parameters: another number of tensors, or one of another shape."""
         for name, ours in (("parameters", parameters), ("velocities", parameters if self.momentum else ())):
             theirs = state[name]
             shapes = ([None if each is None else list(each.shape) for each in two] for two in zip_longest(ours, theirs))

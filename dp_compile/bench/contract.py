@@ -15,12 +15,11 @@ from dp_compile.errors import ConfigError, require
 
 Batch = tuple[torch.Tensor, ...]
 
-SEED: Final = 20_261
-"""Of the weights with which every mode starts."""
+SEED: Final = 20_261  # of the weights with which every mode starts
+# Large, so that rounding of the parameters hardly changes a gradient that is computed from their difference.
 PROBE_LR: Final = 64.0
-"""Large, so that rounding of the parameters hardly changes a gradient that is computed from their difference."""
+# AdamW adds this to the root of the mean square, which is at most about 1 here and so does not count.
 LARGE_EPS: Final = 1e4
-"""AdamW adds this to the root of the mean square, which is at most about 1 here and so does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,10 @@ ADAMW: Final = Rule(torch.optim.AdamW, {"fused": True}, _PLAIN_ADAMW)
 class Workload:
     """A model, its batches and its loss.
 
-    Args:
-        build: makes the model on CPU, in float32; the same weights after the same `torch.manual_seed`.
-        batch: the batch of a rank, from a generator that the caller has seeded for that rank.
-        loss: calls the model, or what a mode made of it, on a batch; a scalar.
-        tolerance: the largest error of a gradient (`reference.compare`). Kernels with another order of summation mostly
-            stay far below 0.01; a gradient that was not averaged is 0.1 to above 1.
+    `build` makes the model on CPU, in float32; the same weights after the same `torch.manual_seed`. `batch`: of a rank,
+    from a generator that the caller has seeded for that rank. `loss` calls the model, or what a mode made of it, on a
+    batch; a scalar. `tolerance`: the largest error of a gradient (`workers.compare`). Kernels with another order of
+    summation mostly stay far below 0.01; a gradient that was not averaged is 0.1 to above 1.
     """
 
     name: str
@@ -103,11 +100,7 @@ class Mode(ABC):
 
 
 def imported(name: str, kind: type[Any]) -> Any:
-    """The result of calling a user's function, named `package.module:function`.
-
-    Raises:
-        ConfigError: it cannot be imported or called, or returns something else than `kind`.
-    """
+    """The result of calling a user's function, named `package.module:function`; it has to be a `kind`."""
     module, _, function = name.rpartition(":")
     try:
         found = getattr(importlib.import_module(module), function)()

@@ -24,12 +24,11 @@ from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost, check_number
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
-_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {  # by kind the keys that a network has: one of these lists
     "loopback": ("",),
     "shaped": ("rate_mbit", "comm_over_compute"),
     "simulated": ("rate_mbit, ranks, latency_us",),
 }
-"""By kind the keys that a network has: one of these lists."""
 _LAUNCH_S: Final = 8.4e-6  # of a collective, however many hops it takes: NCCL's tuning table, protocol `Simple`
 _BURST_KIB: Final = 128  # one packet of 64 KiB that the sender's kernel has not segmented; tbf segments larger ones
 _QUEUE_MIB: Final = 8
@@ -52,14 +51,10 @@ class NetworkError(DPCompileError):
 class Network:
     """A network as a suite asks for it.
 
-    Args:
-        rate_mbit: 1e6 bits per second that leave a rank.
-        comm_over_compute: in place of the rate, the time of all gradients in one all-reduce over that of the workload's
-            compiled step without communication (mode `compute`). Latency is not included; the self-check measures it.
-        ranks: of the simulated group, and `latency_us` of one hop of its ring.
-
-    Raises:
-        ConfigError: an unknown kind, a missing key, a key that this kind does not have, a value that is not allowed.
+    `rate_mbit`: 1e6 bits per second that leave a rank. `comm_over_compute`: in place of the rate, the time of all
+    gradients in one all-reduce over that of the workload's compiled step without communication (mode `compute`).
+    Latency is not included; the self-check measures it. `ranks`: of the simulated group, and `latency_us` of one hop of
+    its ring.
     """
 
     kind: str
@@ -95,12 +90,9 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How to start the ranks of one cell.
+    """How to start the ranks of one cell. `spaces`: the network namespace of each process, or empty.
 
-    Args:
-        processes: how many to start.
-        spaces: the network namespace of each, or empty.
-        group_ranks: ranks of the process group if most of them are simulated.
+    `group_ranks`: ranks of the process group if most of them are simulated.
     """
 
     backend: str
@@ -112,11 +104,7 @@ class Placement:
 
 @contextmanager
 def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None) -> Iterator[Placement]:
-    """Make a network for so many ranks, and remove it at the end of the `with`. `rate_mbit`: if it has none.
-
-    Raises:
-        NetworkError: on entering, if this machine, or this user's rights on it, cannot make it.
-    """
+    """Make a network for so many ranks, or raise `NetworkError`; remove it at the end. `rate_mbit`: if it has none."""
     if network.kind == "loopback":
         yield Placement("gloo", ranks, _on_interface("lo"))
         return
@@ -136,7 +124,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
     for reason, applies in obstacles.items():
         if applies:
             raise NetworkError(reason)
-    remove_stale()
+    _remove_stale()
     with ExitStack() as stack:
         spaces = [f"{_PREFIX}{os.getpid()}-{rank}" for rank in range(ranks)]
         for space in spaces:
@@ -167,7 +155,7 @@ def _on_interface(name: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, LINK_VARIABLE: "measured"}  # another rate is another link: none is remembered
 
 
-def remove_stale() -> None:
+def _remove_stale() -> None:
     """Delete the network namespaces of runs that were killed."""
     for line in _run("ip netns list").splitlines():
         match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", line.split()[0])

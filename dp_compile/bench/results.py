@@ -1,4 +1,4 @@
-"""Results of a run as data and as a JSON file, and ratios of them with their noise."""
+"""Results of a run: as data, as a JSON file, as ratios with their noise, as Markdown; and two runs compared."""
 
 from __future__ import annotations
 
@@ -11,36 +11,58 @@ import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from dp_compile.bench import suites
-from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suites import Suite
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, require
+from dp_compile.plan.words import WIDTH, count, format_bytes
 
 VERSION: Final = 5
-MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")
-"""Of `environment`, what has to be equal for times to be comparable."""
+SLOWDOWN_LIMIT: Final = 1.15  # 1.03 to 1.11 seen on a shaped network, 1.5 and more on loopback
+MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")  # of `environment`, what two runs must have in common
+FALSE_ALARMS: Final = 0.01  # probability of a regression in two runs of the same code, if turns show all of the noise
+TOO_NOISY: Final = 0.25  # with a wider noise band, `same` would be a claim without evidence
+# Two starts of the same code differ (memory layout, order of compilation), which turns of one start cannot show:
+# Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. Smaller changes are no regression.
+TOLERANCE: Final = 0.03
+REGRESSIONS: Final = ("slower", "lost", "more")
+_SETTINGS: Final = ("reference", "ranks", "steps_per_turn", "caches")
 _OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD=.*malloc")
-_IQR_OF_NORMAL: Final = 1.349
-_ERROR_OF_MEDIAN: Final = math.sqrt(math.pi / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """While ranks wait for an all-reduce, their processors are free: else hiding communication gains nothing.
+
+    `alpha_us`: latency of an all-reduce, see `dp_compile.calibrate`. `mb_per_s`: 1e6 bytes of an all-reduce per second,
+    without latency; 0 for one rank, which has no network. `matmul_slowdown`: time of a matmul concurrent with an
+    all-reduce over alone; median of five, of the worst rank.
+    """
+
+    alpha_us: float
+    mb_per_s: float
+    matmul_slowdown: float
+
+    @property
+    def passed(self) -> bool:
+        return self.matmul_slowdown <= SLOWDOWN_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode in one cell.
+    """One mode in one cell. `reason`: why it failed; empty if it is measured.
 
-    Args:
-        reason: why it failed; empty if it is measured.
-        step_s: seconds of a step, by turn; of the slowest rank.
-        starts_s: seconds until each start of the mode was warm: building, first gradients, warm-up.
-        peak_nbytes: resident set of a rank's process since the warm-up, or the allocator's peak on an accelerator.
-        counts: of one backward, see `contract.Trainer`.
+    `step_s`: seconds of a step, by turn; of the slowest rank. `starts_s`: seconds until each start was warm: building,
+    first gradients, warm-up. `peak_nbytes`: resident set of a rank's process since the warm-up, or the allocator's peak
+    on an accelerator. `counts`: of one backward, see `contract.Trainer`.
     """
 
     name: str
@@ -54,12 +76,9 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A workload over a network.
+    """A workload over a network. `skipped`: why nothing was measured, or empty; only then `self_check` is `None`.
 
-    Args:
-        compute_s: seconds of the workload's step in mode `compute`; 0 if no rate depends on it.
-        skipped: why nothing was measured, or empty.
-        self_check: of this network; `None` only if skipped.
+    `compute_s`: seconds of the workload's step in mode `compute`; 0 if no rate depends on it.
     """
 
     workload: str
@@ -109,26 +128,22 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Raises:
-    ConfigError: no such file, not a result, or of another version.
-    """
+    """What `save` wrote in this version."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
             raise ValueError(data["version"])
-        suite = suites.from_dict(data["suite"])
-        return Results(suite, data["environment"], data["started"], tuple(map(_cell, data["cells"])))
+        for cell in data["cells"]:
+            for mode in cell["modes"]:
+                mode |= {name: tuple(mode[name]) for name in ("step_s", "starts_s")}
+            cell["modes"] = tuple(ModeResult(**mode) for mode in cell["modes"])
+            cell["self_check"] = cell["self_check"] and SelfCheck(**cell["self_check"])
+        cells = tuple(Cell(**cell) for cell in data["cells"])
+        return Results(suites.from_dict(data["suite"]), data["environment"], data["started"], cells)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is not what `dp-compile bench run` writes. Run the benchmark again.") from error
-
-
-def _cell(data: dict[str, Any]) -> Cell:
-    times = "step_s", "starts_s"
-    modes = [ModeResult(**mode | {name: tuple(mode[name]) for name in times}) for mode in data["modes"]]
-    check = None if data["self_check"] is None else SelfCheck(**data["self_check"])
-    return Cell(**data | {"modes": tuple(modes), "self_check": check})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +161,12 @@ class Ratio:
 def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
     """The median of the ratios of turns: a slowness that both share is not noise of the ratio.
 
-    The standard error is that of a median of normal values with the interquartile range of the logarithms, which does
-    not depend on single outliers.
+    The standard error is that of a median of normal values, sqrt(pi / 2) sigma / sqrt(n), with the interquartile range
+    of the logarithms, 1.349 sigma, which does not depend on single outliers.
     """
     logs = [math.log(own / other) for own, other in zip(times, reference, strict=False)]
     low, middle, high = statistics.quantiles(logs, n=4) if len(logs) > 1 else logs * 3
-    return Ratio(math.exp(middle), _ERROR_OF_MEDIAN * (high - low) / _IQR_OF_NORMAL / math.sqrt(len(logs)))
+    return Ratio(math.exp(middle), math.sqrt(math.pi / 2) * (high - low) / 1.349 / math.sqrt(len(logs)))
 
 
 def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
@@ -165,3 +180,131 @@ def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
         if min(len(mode.starts_s), len(other.starts_s)) >= 3:
             found[name, "until warm"] = ratio(mode.starts_s, other.starts_s)
     return found
+
+
+def failures(results: Results) -> list[str]:
+    """One line for each mode that failed."""
+    failed = [(cell, mode) for cell in results.cells for mode in cell.modes if mode.reason]
+    return [f"{mode.name} over {at.network}, {at.workload}: {mode.reason.splitlines()[0]}" for at, mode in failed]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [list(map(str.ljust, row, widths)) for row in rows]
+
+
+def lines(results: Results) -> Iterator[str]:
+    """Of the Markdown page."""
+    suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
+    fastest = Counter(name for name in map(_fastest, cells) if name)
+    found = ", ".join(f"`{name}` in {number} of {len(cells)}" for name, number in fastest.most_common())
+    yield from (f"# `{suite.name}`: fastest {found or 'none beyond noise'}", "")
+    where = ", ".join(f"{key} {each}" for key, each in results.environment.items() if each)
+    turns = f"{count(suite.repetitions, 'turn')} of {count(suite.steps_per_turn, 'step')}"
+    yield from textwrap.wrap(
+        f"{results.started[:16]} UTC, {where}. {count(suite.ranks, 'rank')}, {turns}, {count(suite.starts, 'start')}, "
+        f"caches {suite.caches}. With +-: over the time of `{suite.reference}` in the same turn, median and 1.96 "
+        "standard errors; its own with quartiles. The slowest rank counts. *Italic*: a bound, whose gradients are not "
+        "reduced.",
+        WIDTH,
+    )
+    for cell in cells:
+        yield from ("", f"## {cell.workload}, {cell.network}", "")
+        head, *rows = (f"| {' | '.join(row)} |" for row in _aligned(list(_rows(cell, suite.reference))))
+        yield from (head, re.sub(r"[^|]", "-", head), *rows)
+        if (check := cell.self_check) is not None and check.mb_per_s:
+            yield f"\nLatency {check.alpha_us:.0f} us, {check.mb_per_s:.4g} MB/s; a matmul during an all-reduce takes"
+            hint = "" if check.passed else ",\nso hiding communication gains little here"
+            yield f"{check.matmul_slowdown:.2f}x as long: self-check {'passed' if check.passed else 'FAILED'}{hint}."
+    skipped = [f"{cell.workload} over {cell.network}: {cell.skipped}" for cell in results.cells if cell.skipped]
+    reasons = dict.fromkeys(each.splitlines()[0] for each in failures(results) + skipped)
+    yield from ("", "## Not measured", "") if reasons else ()
+    for each in reasons:
+        yield from textwrap.wrap(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _fastest(cell: Cell) -> str:
+    """The mode with the shortest step, if the next one takes longer beyond noise."""
+    modes = {name: each.step_s for name, each in cell.measured().items() if not each.is_bound}
+    first, *others = sorted(modes, key=lambda name: statistics.median(modes[name])) or [""]
+    over = [ratio(modes[name], modes[first]) for name in others[:1]]
+    return first if all(each.value > math.exp(1.96 * each.log_error) for each in over) else ""
+
+
+def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
+    yield ["mode", f"step / {reference}", "until warm", "peak memory"]
+    times = ratios(cell, reference)
+    for name, mode in cell.measured().items():
+        low, middle, high = (1e3 * each for each in statistics.quantiles(mode.step_s, n=4, method="inclusive"))
+        yield [
+            f"*{name}*" if mode.is_bound else name,
+            str(times.get((name, "step"), f"{middle:.3g} ms ({low:.3g}-{high:.3g})")),
+            str(times.get((name, "until warm"), f"{statistics.median(mode.starts_s):.1f} s")),
+            format_bytes(mode.peak_nbytes),
+        ]
+
+
+def compare(baseline: Results, new: Results) -> tuple[str, int]:
+    """The verdict with a table for each cell, and the number of regressions. Bounds are not compared.
+
+    A change of a ratio to the reference counts when it is larger than `TOLERANCE` and than the noise band: the normal
+    quantile of one-sided error `FALSE_ALARMS` over the number of comparisons (Bonferroni), times the standard error.
+    Counts have no noise: one more is a regression. Another machine, other settings, or nothing in common is an error.
+    """
+    old, here = (
+        {name: each.environment[name] for name in MACHINE}
+        | {name: getattr(each.suite, name) for name in _SETTINGS}
+        | {"cells": ", ".join(f"{cell.workload} over {cell.network}" for cell in each.cells)}
+        for each in (baseline, new)
+    )
+    for name, value in old.items():
+        require(here[name] == value, f"{name} of the new run", f"{value!r} as in the baseline", here[name])
+    reference, pairs = baseline.suite.reference, list(zip(baseline.cells, new.cells, strict=True))
+    times = [list(_times(*pair, reference)) for pair in pairs]
+    number = sum(map(len, times))
+    require(number > 0, "what both runs measured", f"the reference {reference!r} and another mode", "less")
+    sure = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / number)
+    lines: list[str] = []
+    regressions = unclear = 0
+    for pair, found in zip(pairs, times, strict=True):
+        rows = [_judged(*each, sure) for each in found] + list(_counts(*pair))
+        rows.sort(key=lambda row: row[0] not in REGRESSIONS)
+        regressions += sum(row[0] in REGRESSIONS for row in rows)
+        unclear += sum(row[0] == "unclear" for row in rows)
+        lines += ["", f"{pair[0].workload}, {pair[0].network}"]
+        head = "", "mode", "what", "before", "after", "change", "noise"
+        lines += ["  ".join(row).rstrip() for row in _aligned([head, *rows])]
+        for name, what, _, after, reason in found:
+            lines += ["", *textwrap.wrap(f"{name}, {what}, is lost: {reason}", WIDTH)] if after is None else []
+    text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} times over {reference}"
+    text += f", {unclear} of them unclear," if unclear else ""
+    return "\n".join([f"{text} and in all counts", *lines]) + "\n", regressions
+
+
+def _times(old: Cell, new: Cell, reference: str) -> Iterator[tuple[str, str, Ratio, Ratio | None, str]]:
+    """A mode and what was timed, the ratios of both runs; `None` with a reason where the new run has none."""
+    after = ratios(new, reference)
+    for (name, what), value in ratios(old, reference).items():
+        if not old.measured()[name].is_bound:
+            failed = next((mode for mode in new.modes if mode.name == name), ModeResult(name, reason="not measured"))
+            reason = (new.skipped or failed.reason or "no reference").splitlines()[0]
+            yield name, what, value, after.get((name, what)), reason
+
+
+def _judged(name: str, what: str, old: Ratio, new: Ratio | None, _: str, sure: float) -> Sequence[str]:
+    if new is None:
+        return "lost", name, what, f"{old.value:.3f}", "-", "", ""
+    change, band = math.log(new.value / old.value), sure * math.hypot(old.log_error, new.log_error)
+    verdict = "unclear" if math.expm1(band) > TOO_NOISY else "same"
+    if abs(change) > max(band, math.log1p(TOLERANCE)):
+        verdict = "slower" if change > 0 else "faster"
+    shown = f"{old.value:.3f}", f"{new.value:.3f}", f"{math.expm1(change):+.1%}", f"{math.expm1(band):.1%}"
+    return verdict, name, what, *shown
+
+
+def _counts(old: Cell, new: Cell) -> Iterator[Sequence[str]]:
+    for name, mode in old.measured().items():
+        after = new.measured().get(name, mode).counts
+        for what, before in mode.counts.items():
+            if (now := after.get(what, before)) != before:
+                yield "more" if now > before else "fewer", name, what, f"{before:,}", f"{now:,}", "", ""

@@ -16,10 +16,9 @@ from typing import Any, Final
 
 from dp_compile.bench.modes import mode
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
-from dp_compile.bench.results import Cell, ModeResult, Results, environment, save
-from dp_compile.bench.selfcheck import SelfCheck, measure
+from dp_compile.bench.results import Cell, ModeResult, Results, SelfCheck, environment, save
 from dp_compile.bench.suites import COLD, WARM, Suite
-from dp_compile.bench.workers import START_TIMEOUT_S, call, ranks_of
+from dp_compile.bench.workers import START_TIMEOUT_S, call, measure, ranks_of
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import DPCompileError
 from dp_compile.testing.ranks import RankError, Ranks
@@ -48,10 +47,7 @@ class Runner:
     scratch: Path
 
     def probe(self, name: str) -> Cell:
-        """A cell without a network: the gradients of the workload are written, and its compute time is measured.
-
-        All ranks compute at the same time, as in the cells.
-        """
+        """A cell without a network: gradients are written, and compute is timed on all ranks at the same time."""
         say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:
@@ -75,20 +71,17 @@ class Runner:
         try:
             with open_network(network, ranks=self.suite.ranks, rate_mbit=rate_mbit) as place:
                 say(f"{where}: self-check")
-                check = self._self_check(place, 1 if network.kind == "loopback" else _CHECK_ATTEMPTS)
+                # On a busy machine it may fail without reason: the first that passes, else the best.
+                attempts, checks = 1 if network.kind == "loopback" else _CHECK_ATTEMPTS, list[SelfCheck]()
+                with ranks_of(place, {}) as ranks:
+                    while len(checks) < attempts and not (checks and checks[-1].passed):
+                        found = ranks.run(measure, timeout_s=START_TIMEOUT_S)
+                        checks.append(max(found, key=lambda check: check.matmul_slowdown))
                 modes = self._modes(cell.workload, place, where)
         except (NetworkError, RankError) as error:
             return replace(cell, skipped=_cause(error))
+        check = min(checks, key=lambda check: check.matmul_slowdown)
         return replace(cell, rate_mbit=rate_mbit, self_check=check, modes=modes)
-
-    def _self_check(self, place: Placement, attempts: int) -> SelfCheck:
-        """On a busy machine it may fail without reason: the first that passes, else the best."""
-        checks: list[SelfCheck] = []
-        with ranks_of(place, {}) as ranks:
-            while len(checks) < attempts and not (checks and checks[-1].passed):
-                found = ranks.run(measure, timeout_s=START_TIMEOUT_S)
-                checks.append(max(found, key=lambda check: check.matmul_slowdown))
-        return min(checks, key=lambda check: check.matmul_slowdown)
 
     def _modes(self, name: str, place: Placement, where: str) -> tuple[ModeResult, ...]:
         """Start every mode as often as the suite asks for, then time those of the last start."""

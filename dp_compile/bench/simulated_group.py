@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 def environment(cost: AllReduceCost) -> dict[str, str]:
-    """The environment of a process whose groups have that cost."""
+    """Of a process whose groups have that cost."""
     return {VARIABLE: json.dumps(asdict(cost))}
 
 
@@ -100,7 +100,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         """An all-reduce that the process waits for, as NCCL's."""
         for network in self._streams.values():
-            network.synchronize()
+            network.wire.synchronize()
         return self._timer.send(self.cost.seconds(0), [], 1)
 
     def _send(self, share: float, tensors: torch.Tensor | Tensors, factor: int = 1) -> dist.Work:
@@ -125,25 +125,25 @@ class TimerNetwork:
         future: Future[list[torch.Tensor]] = Future()
         with self._lock:
             self._free_s = until_s = max(time.monotonic(), self._free_s) + seconds
-        threading.Thread(target=_deliver, args=(until_s, tensors, factor, future), daemon=True).start()
+
+        def deliver() -> None:
+            """A thread: arithmetic runs here, concurrently with the caller, as in gloo."""
+            try:
+                _multiply(tensors, factor)
+            except Exception as error:  # `wait` raises it
+                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+                return
+            time.sleep(max(0.0, until_s - time.monotonic()))
+            future.set_result(list(tensors))
+
+        threading.Thread(target=deliver, daemon=True).start()
         return _Timed(future)
 
 
+@torch.no_grad()
 def _multiply(tensors: Tensors, factor: int) -> None:
     for tensor in tensors if factor != 1 else ():
         tensor.mul_(factor)
-
-
-def _deliver(until_s: float, tensors: Tensors, factor: int, future: Future[list[torch.Tensor]]) -> None:
-    """A thread: arithmetic runs here, concurrently with the caller, as in gloo."""
-    try:
-        with torch.no_grad():
-            _multiply(tensors, factor)
-    except Exception as error:  # `wait` raises it
-        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
-        return
-    time.sleep(max(0.0, until_s - time.monotonic()))
-    future.set_result(list(tensors))
 
 
 @hidden_from_dynamo
@@ -164,32 +164,34 @@ class _Timed(dist.Work):
 
 
 class StreamNetwork:
-    """On a GPU. A stream is the network: it waits for the current stream and spins. Arithmetic runs on another one.
-
-    The network's stream has priority: its kernel needs one thread, and must not wait for a large kernel to end.
-    """
+    """On a GPU. A stream is the network: it waits for the current stream and spins. Arithmetic runs on another one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._wire = torch.cuda.Stream(device, priority=-1)
-        self._arithmetic = torch.cuda.Stream(device)
-        self._cycles_per_s = _cycles_per_s(self._wire)
+        self._device = device  # the network's stream has priority: its kernel must not wait for a large one to end
+        self.wire, self._arithmetic = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        rates: list[float] = []  # of the clock that `torch.cuda._sleep` counts
+        for _ in range(10):
+            with torch.cuda.stream(self.wire):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                torch.cuda._sleep(_CALIBRATION_CYCLES)
+                end.record()
+            end.synchronize()
+            rates.append(_CALIBRATION_CYCLES / (begin.elapsed_time(end) * 1e-3))
+        self._cycles_per_s = statistics.median(rates[5:])  # the first half raises the GPU's clock
 
     def send(self, seconds: float, tensors: Tensors, factor: int) -> dist.Work:
         ready = torch.cuda.current_stream(self._device).record_event()
-        self._wire.wait_event(ready)
-        with torch.cuda.stream(self._wire):
+        self.wire.wait_event(ready)
+        with torch.cuda.stream(self.wire):
             torch.cuda._sleep(round(seconds * self._cycles_per_s))
         self._arithmetic.wait_event(ready)
-        with torch.cuda.stream(self._arithmetic), torch.no_grad():
+        with torch.cuda.stream(self._arithmetic):
             _multiply(tensors, factor)
         for tensor in tensors:  # else the allocator may reuse its memory before the arithmetic ran
             tensor.record_stream(self._arithmetic)
-        self._wire.wait_stream(self._arithmetic)
-        return _Enqueued(self._wire, list(tensors))
-
-    def synchronize(self) -> None:
-        self._wire.synchronize()
+        self.wire.wait_stream(self._arithmetic)
+        return _Enqueued(self.wire, list(tensors))
 
 
 @hidden_from_dynamo
@@ -216,22 +218,7 @@ class _Enqueued(dist.Work):
         return future
 
 
-def _cycles_per_s(stream: torch.cuda.Stream) -> float:
-    """The rate of the clock that `torch.cuda._sleep` counts. The first half of the turns raises the GPU's clock."""
-    found: list[float] = []
-    for _ in range(10):
-        with torch.cuda.stream(stream):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            torch.cuda._sleep(_CALIBRATION_CYCLES)
-            end.record()
-        end.synchronize()
-        found.append(_CALIBRATION_CYCLES / (begin.elapsed_time(end) * 1e-3))
-    return statistics.median(found[5:])
-
-
 def _create(store: Any, rank: int, ranks: int, timeout: timedelta) -> SimulatedGroup:
-    """What torch calls for the backend `fabric`."""
     return SimulatedGroup(rank, ranks, AllReduceCost.from_dict(json.loads(os.environ[VARIABLE])))
 
 

@@ -16,7 +16,6 @@ from dp_compile.errors import ConfigError, require, require_integer
 
 PACKAGED: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
 SHARED, COLD, WARM = "shared", "cold", "warm"
-_LEAST: Final = {"ranks": 1, "starts": 1, "repetitions": 3, "steps_per_turn": 1, "warmup_steps": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,6 @@ class Suite:
         starts: processes of a mode that are timed until they are warm, in turns; the last ones do the timed steps.
         caches: of compiled code. `shared`: that of the machine; `cold`: an empty one for each start; `warm`: one for
             each mode, filled by a start that is not timed.
-
-    Raises:
-        ConfigError: a value that is not allowed, a name twice, or a reference that is no mode.
     """
 
     name: str
@@ -55,28 +51,25 @@ class Suite:
             names = [each.name if isinstance(each, Network) else each for each in getattr(self, key)]
             are_names = bool(names) and len(set(names)) == len(names) and all(isinstance(each, str) for each in names)
             require(are_names, key, "a list of distinct names", names)
-        for key, least in _LEAST.items():
-            require_integer(key, getattr(self, key), least)
+        least = {"ranks": 1, "starts": 1, "repetitions": 3, "steps_per_turn": 1, "warmup_steps": 0}
+        for key, minimum in least.items():
+            require_integer(key, getattr(self, key), minimum)
         for key, allowed in {"caches": (SHARED, COLD, WARM), "reference": self.modes}.items():
             require(getattr(self, key) in allowed, key, f"one of {', '.join(allowed)}", getattr(self, key))
 
 
 def load(given: str) -> Suite:
-    """A packaged suite by its name, or that of a TOML file, whose directory joins `sys.path`: user code is there.
-
-    Raises:
-        ConfigError: no such file or name, not TOML, an unknown key or name, a value that is not allowed.
-    """
+    """A packaged suite by its name, or that of a TOML file, whose directory joins `sys.path`: user code is there."""
     path = Path(given)
     known = f"packaged ({', '.join(PACKAGED)}) or the path of a TOML file"
     require(given in PACKAGED or path.is_file(), "a suite", known, given)
     try:
-        data = PACKAGED[given] if given in PACKAGED else tomllib.loads(path.read_text())
-        if given not in PACKAGED:
+        data = PACKAGED.get(given)
+        if data is None:
+            data = tomllib.loads(path.read_text())
             sys.path.insert(0, str(path.resolve().parent))
         suite = from_dict({"name": path.stem} | data)
-        for find, names in ((workload, suite.workloads), (mode, suite.modes)):
-            list(map(find, names))  # a wrong name raises
+        _ = [*map(workload, suite.workloads), *map(mode, suite.modes)]  # a wrong name raises
     except (ValueError, TypeError) as error:  # the text of a TypeError names a key that is unknown or missing
         raise ConfigError(f"{given}: {error}") from error
     return suite

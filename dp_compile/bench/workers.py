@@ -5,8 +5,10 @@ Each mode has separate processes (`testing.ranks.Ranks`): Dynamo, Inductor and D
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,15 +21,19 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dp_compile.bench import reference
-from dp_compile.bench.contract import SEED, Batch, Trainer
-from dp_compile.bench.modes import mode
+from dp_compile.bench.contract import SEED, Batch, Trainer, Workload
+from dp_compile.bench.modes import device, mode
 from dp_compile.bench.networks import Placement, enter
+from dp_compile.bench.results import SelfCheck
 from dp_compile.bench.workloads import workload
+from dp_compile.engine.calibration import calibrate
+from dp_compile.errors import require
 from dp_compile.testing.ranks import Ranks
 
-START_TIMEOUT_S: Final = 900.0
-"""For a process to start, for its first backward, which compiles, and for the warm-up."""
+START_TIMEOUT_S: Final = 900.0  # for a process to start, its first backward, which compiles, and the warm-up
+_MATMUL_SIZE: Final = {"cpu": 384, "cuda": 2048}
+_REPETITIONS: Final = 5
+_WANTED_S: Final = 0.15  # of an all-reduce, between 256 KiB and 32 MiB
 
 
 def ranks_of(place: Placement, environment: Mapping[str, str]) -> Ranks:
@@ -66,7 +72,7 @@ class Rank:
         """Rank 0 writes the gradients that `start` compares with. Returns the bytes of one set."""
         if self.rank > 0:
             return 0
-        averages = {ranks: reference.average_gradients(workload(name), ranks) for ranks in {1, self.processes}}
+        averages = {ranks: average_gradients(workload(name), ranks) for ranks in {1, self.processes}}
         torch.save(averages, path)
         return sum(gradient.nbytes for gradient in averages[1].values())
 
@@ -76,15 +82,15 @@ class Rank:
         Returns the seconds of all but the comparison, the largest error of a gradient, and its parameter.
         """
         chosen = workload(name)
-        self.batches = reference.batches(chosen, self.rank)
+        self.batches = batches(chosen, self.rank)
         torch.manual_seed(SEED)
         begin = time.perf_counter()
         self.trainer = mode(mode_name).prepare(chosen)
-        gradients = self.trainer.gradients(next(reference.batches(chosen, self.rank))) if expected else {}
+        gradients = self.trainer.gradients(next(batches(chosen, self.rank))) if expected else {}
         _synchronize()
         seconds, parameter, error = time.perf_counter() - begin, "", 0.0
         if expected:
-            parameter, error = reference.compare(gradients, torch.load(expected, mmap=True)[self.processes])
+            parameter, error = compare(gradients, torch.load(expected, mmap=True)[self.processes])
             if not error <= chosen.tolerance:
                 return seconds, error, parameter
         if warmup_steps:
@@ -99,14 +105,14 @@ class Rank:
     def steps(self, count: int) -> float:
         """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
         trainer = self.trainer
-        batches = [next(self.batches) for _ in range(count + trainer.defers)]
+        given = [next(self.batches) for _ in range(count + trainer.defers)]
         if dist.is_initialized():
             dist.barrier()
         if trainer.defers:
-            trainer.step(batches.pop())
+            trainer.step(given.pop())
             _synchronize(only_compute=True)
         begin = time.perf_counter()
-        for batch in batches:
+        for batch in given:
             trainer.step(batch)
         _synchronize(only_compute=trainer.defers)
         wall_s = time.perf_counter() - begin
@@ -123,8 +129,7 @@ class Rank:
         return int(found[1]) * 1024 if found else 0, counts
 
 
-this: Final = Rank()
-"""That of this process."""
+this: Final = Rank()  # that of this process
 
 
 def call(method: str, *arguments: Any) -> Any:
@@ -135,3 +140,69 @@ def _synchronize(*, only_compute: bool = False) -> None:
     if torch.accelerator.is_available():
         stream = torch.accelerator.current_stream()
         stream.synchronize() if only_compute else torch.accelerator.synchronize()
+
+
+def batches(workload: Workload, rank: int) -> Iterator[Batch]:
+    """The batches of a rank, without end."""
+    generator = torch.Generator().manual_seed(SEED + rank)
+    while True:
+        yield workload.batch(generator)
+
+
+def average_gradients(workload: Workload, ranks: int) -> dict[str, torch.Tensor]:
+    """Of the first batches of so many ranks, by parameter: eagerly, in this process alone."""
+    torch.manual_seed(SEED)
+    model = workload.build().train()
+    for rank in range(ranks):
+        workload.loss(model, next(batches(workload, rank))).backward()
+    return {name: each.grad / ranks for name, each in model.named_parameters() if each.grad is not None}
+
+
+def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+    """The parameter with the largest error of its gradient, and that: norm of the difference over norm of the expected.
+
+    A gradient below 1e-4 of the largest gradient's norm is rounding noise (biases of keys in an attention, whose
+    gradient is zero): its difference is divided by that. A gradient too many or too few is a `ConfigError`.
+    """
+    differing = sorted(set(gradients) ^ set(expected))
+    require(not differing, "gradients", "of all parameters of the workload and no other", differing)
+    norms = {name: float(torch.linalg.vector_norm(each)) for name, each in expected.items()}
+    floor = max(1e-4 * max(norms.values()), torch.finfo(torch.float32).tiny)
+
+    def error(name: str) -> float:
+        difference = gradients[name].detach().cpu().float() - expected[name]
+        found = float(torch.linalg.vector_norm(difference)) / max(norms[name], floor)
+        return math.inf if math.isnan(found) else found
+
+    return max(((name, error(name)) for name in expected), key=lambda each: each[1])
+
+
+def measure() -> SelfCheck:
+    """On every rank of the default group, on its device: takes a few seconds at 80 MB/s."""
+    if dist.get_world_size() == 1:
+        return SelfCheck(0.0, 0.0, 1.0)
+    place = device()
+    cost = calibrate(device=place).cost
+    nbytes = int(min(2**25, max(2**18, _WANTED_S / cost.beta_s_per_byte))) // 4 * 4
+    data, matrix = torch.zeros(nbytes // 4, device=place), torch.ones(2 * (_MATMUL_SIZE[place.type],), device=place)
+    alone_s = cost.seconds(nbytes)
+    matmul_s, concurrent_s = (
+        statistics.median(_matmul(matrix, alone_s, each) for _ in range(_REPETITIONS)) for each in (None, data)
+    )
+    return SelfCheck(cost.alpha_s * 1e6, 1e-6 / cost.beta_s_per_byte, concurrent_s / matmul_s)
+
+
+def _matmul(matrix: torch.Tensor, seconds: float, data: torch.Tensor | None) -> float:
+    """Mean seconds of a matmul, on all ranks at the same time: for so long, or during an all-reduce of `data`."""
+    dist.barrier()
+    start, count = time.perf_counter(), 0
+    work = None if data is None else dist.all_reduce(data, async_op=True)
+    while count < 1 or (time.perf_counter() - start < seconds if work is None else not work.is_completed()):
+        result = torch.mm(matrix, matrix)
+        if result.device.type != "cpu":  # the stream, not the device: the network has other streams
+            torch.accelerator.current_stream(result.device).synchronize()
+        count += 1
+    end = time.perf_counter()
+    if work is not None:
+        work.wait()
+    return (end - start) / count

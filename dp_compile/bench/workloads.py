@@ -21,8 +21,6 @@ from dp_compile.errors import require
 from dp_compile.train.gpt import GPT, GPTConfig
 
 XLM_R_VOCABULARY: Final = 250_002
-ADAMW_LR: Final = 0.001
-"""torch's default."""
 
 
 class Bottleneck(nn.Module):
@@ -106,10 +104,12 @@ def _gpt(name: str, config: GPTConfig, sequences: int, length: int) -> Workload:
 
 
 def _classifier(
-    name: str, build: Callable[[], nn.Module], inputs: Callable[[torch.Generator], torch.Tensor], classes: int
+    name: str, build: Callable[[], nn.Module], inputs: Callable[..., torch.Tensor], classes: int
 ) -> Workload:
+    """`inputs` draws a batch of them from a generator."""
+
     def batch(generator: torch.Generator) -> Batch:
-        made = inputs(generator)
+        made = inputs(generator=generator)
         return made, torch.randint(0, classes, (len(made),), generator=generator)
 
     return Workload(name, build, batch, cross_entropy)
@@ -119,14 +119,8 @@ def _images(generator: torch.Generator) -> torch.Tensor:
     return torch.randn(4, 3, 224, 224, generator=generator).contiguous(memory_format=torch.channels_last)
 
 
-def _vectors(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(8, 64, generator=generator)
-
-
-def _texts(generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, XLM_R_VOCABULARY, (32, 64), generator=generator)
-
-
+_vectors = partial(torch.randn, 8, 64)
+_texts = partial(torch.randint, 0, XLM_R_VOCABULARY, (32, 64))
 _ALL: Final = (
     # 52.8 MiB of gradients.
     _gpt("gpt-6l", GPTConfig(vocabulary=8192, context=128, width=384, layers=6, heads=6), 4, 128),
@@ -142,16 +136,12 @@ WORKLOADS: Final[Mapping[str, Workload]] = MappingProxyType({each.name: each for
 
 
 def workload(name: str) -> Workload:
-    """One of `WORKLOADS`, with SGD, or with fused AdamW as `NAME:adamw`; or a user's, `package.module:function`.
-
-    Raises:
-        ConfigError: unknown, or the user's function does not return a workload.
-    """
+    """One of `WORKLOADS`, with SGD, or with fused AdamW as `NAME:adamw`; or a user's, `package.module:function`."""
     base, _, argument = name.rpartition(":")
     if name in WORKLOADS:
         return WORKLOADS[name]
     if base in WORKLOADS and argument == "adamw":
-        return replace(WORKLOADS[base], name=name, lr=ADAMW_LR, rule=ADAMW)
+        return replace(WORKLOADS[base], name=name, lr=0.001, rule=ADAMW)  # torch's default rate
     known = f"one of {', '.join(WORKLOADS)}, each also as 'NAME:adamw', or 'package.module:function'"
     require(bool(base) and base not in WORKLOADS, "a workload", known, name)
     found: Workload = imported(name, Workload)

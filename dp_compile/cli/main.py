@@ -1,41 +1,34 @@
-"""The command `dp-compile`."""
+"""The command `dp-compile`. Declaring its options needs no torch, which takes seconds to load."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import platform
+import signal
 import sys
+import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Final, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from dp_compile.errors import ConfigError, DPCompileError
+from dp_compile import bench
+from dp_compile.errors import ConfigError, DPCompileError, require, require_integer
+from dp_compile.plan.cost import LINKS
+from dp_compile.plan.words import count
 
-_COMMANDS: Final = {"train": "train", "explain": "steps", "timeline": "steps", "predict": "steps", "bench": "bench"}
-"""By name: the file that has `add_NAME`. Its options need no torch, which takes seconds to load."""
-Subparsers = Any
-"""What `ArgumentParser.add_subparsers` returns; argparse keeps its class private."""
+if TYPE_CHECKING:
+    from dp_compile.insight.step import Step
 
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, not under a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"dp-compile: error: {message}. See {self.prog} --help.\n")
-
-
-def add_command(subparsers: Subparsers, name: str, *, help: str, description: str, epilog: str) -> Any:
-    """A subcommand's parser. `epilog` teaches by example."""
-    return subparsers.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+Add = Callable[..., Any]
+"""Adds a subcommand by its name, and returns its parser. `epilog` teaches by example."""
+_FORMAT: Final[dict[str, Any]] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,11 +53,275 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, not under a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"dp-compile: error: {message}. See {self.prog} --help.\n")
+
+
 def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dp-compile", description="Data-parallel training under torch.compile.")
     versions = f"dp-compile {version('dp_compile')}, torch {version('torch')}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=versions, help="print the versions of it and of torch")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command, file in _COMMANDS.items():
-        getattr(import_module(f"dp_compile.cli.{file}"), f"add_{command}")(subparsers)
+    for declare in (_add_train, _add_explain, _add_timeline, _add_predict, _add_bench):
+        declare(partial(subparsers.add_parser, **_FORMAT))
     return parser
+
+
+def _add_train(add: Add) -> None:
+    parser = add(
+        "train",
+        help="train a small GPT on several processes and show what happened to its gradients",
+        description="Train a small GPT on the source of Python's standard library, data parallel.",
+        epilog="""\
+Without torchrun it starts two processes on this machine, which take about two
+minutes on two cores. Bytes are tokens, losses are in nats per byte, and every
+tenth file is held out. Step times leave out two steps, which compile.
+""",
+    )
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
+    parser.add_argument("--width", type=int, default=128, metavar="N", help="%(default)s; a multiple of 32")
+    parser.add_argument("--steps", type=int, metavar="N", help="(300, with --check 25)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, at least 2)")
+    parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="close buckets at this size, do not plan")
+    parser.add_argument(
+        "--mp", choices=("bf16", "fp16"), help="compute and reduce in this dtype, parameters stay float32"
+    )
+    parser.add_argument("--comm-hook", choices=("bf16", "fp16", "int8", "fp8"), help="send gradients in this dtype")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also train torch's DistributedDataParallel from the same seed, both with SGD, and compare all parameters",
+    )
+    parser.add_argument("--save-step", metavar="FILE", help="measure the last steps and write a step file")
+    parser.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    for name in ("layers", "width", "steps", "ranks"):
+        if (value := getattr(args, name)) is not None:
+            require_integer(f"--{name}", value, 1)
+    from dp_compile.train import job
+
+    return job.launch(args)
+
+
+def _add_step(parser: Any, *, profile: bool = True) -> None:
+    parser.add_argument("step", metavar="STEP.json")
+    if profile:
+        text = "a torch.profiler trace of steps under this plan; .gz too"
+        parser.add_argument("--profile", metavar="TRACE", help=text)
+
+
+def _read_step(path: str, profile: str | None = None) -> Step:
+    """A file that `Step.to_json` wrote; `profile`: a trace of `torch.profiler` with measured times of it."""
+    from dp_compile.insight.profile import with_profile
+    from dp_compile.insight.step import Step
+
+    try:
+        step = Step.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    return step if profile is None else with_profile(step, profile)
+
+
+def _add_explain(add: Add) -> None:
+    parser = add(
+        "explain",
+        help="what bounds a saved step, what is exposed and why, what would help",
+        description="Explain a step that was saved by Step.to_json.",
+        epilog="""\
+examples:
+  dp-compile explain step.json
+  dp-compile explain step.json --profile trace.json.gz       with measured times
+
+A step file is written by dp-compile train --save-step step.json, or by
+  pathlib.Path("step.json").write_text(dp_compile.step_of(model).to_json())
+""",
+    )
+    _add_step(parser)
+    parser.add_argument("--buckets", action="store_true", help="all buckets, with members and reasons")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from dp_compile.insight.explain import explanation_of
+
+    print(explanation_of(_read_step(args.step, args.profile)).text(verbose=args.buckets))
+    return 0
+
+
+def _add_timeline(add: Add) -> None:
+    parser = add(
+        "timeline",
+        help="draw a step: compute and network, planned and measured",
+        description="Draw a saved step as *.svg or *.json, a trace for ui.perfetto.dev.",
+        epilog="""\
+examples:
+  dp-compile timeline step.json -o step.svg -o trace.json
+  dp-compile timeline step.json -o step.svg --profile trace.json.gz
+
+Times are predicted. Of a measured step both are drawn, on one axis.
+""",
+    )
+    _add_step(parser)
+    parser.add_argument("-o", "--output", type=Path, action="append", required=True, metavar="FILE")
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    for path in args.output:
+        require(path.suffix in (".svg", ".json"), "-o", "a name *.svg or *.json", str(path))
+        require(path.resolve() != Path(args.step).resolve(), "-o", "another file than the step", str(path))
+    from dp_compile.insight.timeline import timeline_picture, timeline_trace
+
+    step = _read_step(args.step, args.profile)
+    for path in args.output:
+        text = timeline_picture(step) if path.suffix == ".svg" else json.dumps(timeline_trace(step))
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}.") from error
+        print(f"written to {path}")
+    return 0
+
+
+def _add_predict(add: Add) -> None:
+    parser = add(
+        "predict",
+        help="predict a step on other ranks, links, dtypes",
+        description="Predict a saved step for every combination of the options.",
+        epilog=f"""\
+example:
+  dp-compile predict step.json --ranks 8,64 --link infiniband-ndr,ethernet-25
+      four rows; what is not given stays as in the step
+
+links   {", ".join(each.name for each in LINKS[:4])},
+        {", ".join(each.name for each in LINKS[4:])}
+dtypes  bfloat16, float16, float32
+
+Nothing is run. Buckets are planned for each row if the step's were.
+""",
+    )
+    _add_step(parser, profile=False)
+    parser.add_argument("--ranks", metavar="N,..", type=whole_numbers, default=[None], help="numbers of ranks")
+    text = "every hop between ranks is such a link"
+    parser.add_argument("--link", metavar="NAME,..", type=words, default=[None], help=text)
+    parser.add_argument("--dtype", metavar="NAME,..", type=words, default=[None], help="in which gradients are sent")
+    parser.set_defaults(run=_predict)
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def whole_numbers(text: str) -> list[int]:
+    return list(map(int, words(text)))
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from dp_compile.insight.predict import predict
+    from dp_compile.insight.step import format_ms
+
+    step = _read_step(args.step)
+    rows = [
+        predict(step, ranks=ranks, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
+        for ranks, link, dtype in itertools.product(args.ranks, args.link, args.dtype)
+    ]
+    cells = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]]
+    for row in rows:
+        times = map(format_ms, (row.backward_s, row.exposed_s, row.end_s, row.bound_s))
+        cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(row.buckets), *times])
+    least = min(rows, key=lambda row: row.exposed_s)
+    where = ", ".join(filter(None, (count(least.ranks, "rank"), least.link, least.dtype)))
+    what = "Least exposed" if len(rows) > 1 else "Predicted, exposed"
+    print(f"{what}: {format_ms(least.exposed_s)} of {format_ms(least.end_s)}, {where}\n")
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print("", *(textwrap.fill(each, 80) for each in dict.fromkeys(row.basis for row in rows)), sep="\n")
+    return 0
+
+
+_OF_BENCH: Final = """\
+A suite is packaged, or a TOML file:
+
+  # Your own are functions in a module of the file's directory, which return a
+  # dp_compile.bench.contract.Workload or Mode: "my_models:net".
+  workloads = ["gpt-4l"]
+  modes = ["oracle", "ddp", "ddp:5", "ours"]
+  networks = [
+    {kind = "loopback"},
+    # Network namespaces and tc-tbf, as root; the second finds its rate.
+    {kind = "shaped", rate_mbit = 640},
+    {kind = "shaped", comm_over_compute = 0.5},
+    # One process, 63 ranks are simulated.
+    {kind = "simulated", ranks = 64, latency_us = 10, rate_mbit = 8000},
+  ]
+  repetitions = 15   # or another field of dp_compile.bench.suites.Suite
+
+examples:
+  dp-compile bench run short                        writes bench-short.json
+  dp-compile bench compare before.json bench-short.json
+  dp-compile bench report bench-short.json          prints the tables again
+
+Exit status: 0; 1 if a mode failed, became slower than noise explains or does
+more than before; 2 if a suite, file or option is wrong, or two runs cannot be
+compared.
+"""
+
+
+def _add_bench(add: Add) -> None:
+    description = "Measure ways to train data parallel in one run, and compare runs."
+    parser = add("bench", help=description.lower()[:-1], description=description, epilog=_OF_BENCH)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add = partial(commands.add_parser, epilog=_OF_BENCH, **_FORMAT)
+    parser = add("run", help="measure a suite", description="Measure a suite.")
+    packaged = tomllib.loads(Path(bench.__path__[0], "suites.toml").read_text())
+    parser.add_argument("suite", help=f"a TOML file, or packaged: {', '.join(packaged)}")
+    parser.add_argument("--out", metavar="FILE", help="the result (bench-SUITE.json)")
+    parser.set_defaults(run=_bench_run)
+    text = "compare two results, exit with 1 on a regression"
+    parser = add("compare", help=text, description=text)
+    parser.add_argument("baseline", metavar="BASELINE", type=Path)
+    parser.add_argument("new", metavar="NEW", type=Path)
+    parser.set_defaults(run=_bench_compare)
+    text = "print a result as tables in Markdown"
+    parser = add("report", help=text, description=text)
+    parser.add_argument("result", metavar="RESULT", type=Path)
+    parser.set_defaults(run=_bench_report)
+
+
+def _bench_run(args: argparse.Namespace) -> int:
+    from dp_compile.bench import results, runner, suites
+
+    suite = suites.load(args.suite)
+    path = Path(args.out or f"bench-{suite.name}.json")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks stop, networks are removed
+    try:
+        found = runner.run(suite, path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(*results.lines(found), sep="\n")
+    failures = results.failures(found)
+    for each in failures:
+        print(f"failed: {each}", file=sys.stderr)
+    print(f"written to {path}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _bench_compare(args: argparse.Namespace) -> int:
+    from dp_compile.bench import results
+
+    text, regressions = results.compare(results.load(args.baseline), results.load(args.new))
+    print(text, end="")
+    return 1 if regressions else 0
+
+
+def _bench_report(args: argparse.Namespace) -> int:
+    from dp_compile.bench import results
+
+    print(*results.lines(results.load(args.result)), sep="\n")
+    return 0

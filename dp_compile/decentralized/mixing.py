@@ -1,4 +1,4 @@
-"""Parameters that are exchanged between few ranks while each of them computes its next gradients.
+"""Parameters that are exchanged between few ranks while each of them computes its next gradients; and a step of that.
 
 step t     wait for what was sent in step t - 1        x_i(t)   own
            mix                                         sum over the edge of step t:  W_ij(t) x_j(t)
@@ -12,33 +12,34 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.sinks import UpdateRequest, Updates
 from dp_compile.errors import ReductionError, require
 from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
+from dp_compile.plan.words import count
 
 ALIGNMENT_BYTES: Final = 128
 """Of each parameter in its bucket. Inductor copies an input that is less aligned than the one it compiled for."""
 
 
 def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
-    """Buckets of parameters, in reversed order as decent-dp has them; the same on every rank.
-
-    Raises:
-        ConfigError: a parameter is complex.
-    """
+    """Buckets of parameters, in reversed order as decent-dp has them; the same on every rank."""
     reduction = Reduction((Stage(ALL_REDUCE, "", "sum"),), 1.0)
     specs: list[GradientSpec] = []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
@@ -64,27 +65,20 @@ class MixedBucket:
 
 
 class Mixer:
-    """The parameters of a module and the ranks that it mixes them with.
+    """The parameters of a module, by `plan_of` it, and the ranks that it mixes them with.
 
-    Args:
-        replica: the module; its plan is `plan_of` it.
-        topology: of as many ranks as its group has.
-        as_views: move parameters into one memory for each bucket, which one kernel mixes. Else they stay where they
-            are, and each is copied to its bucket in each step.
+    `as_views`: move parameters into one memory for each bucket, which one kernel mixes. Else they stay where they are,
+    and each is copied to its bucket in each step.
     """
 
     def __init__(self, replica: Replica, topology: Topology, *, as_views: bool) -> None:
         self.topology, self.group = topology, replica.group.process_group
         self.rank = dist.get_rank(self.group)
         self.edges = topology.edges_of(self.rank)
-        self.step = 0
-        """Which step comes next."""
-        self.factor = 1.0
-        """How much of the way to the mixture parameters go."""
-        self.all_equal = True
-        """Parameters are the same on all ranks: nothing has been updated since the start or an average."""
-        self.has_warned = False
-        """Of the state dict of one rank."""
+        self.step = 0  # which comes next
+        self.factor = 1.0  # how much of the way to the mixture parameters go
+        self.all_equal = True  # nothing has been updated since the start or an average: all ranks have the same
+        self.has_warned = False  # of the state dict of one rank
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         """While parameters are averages over all ranks that will be taken back: tensors, and what they were."""
         self._replica = weakref.ref(replica)
@@ -109,17 +103,11 @@ class Mixer:
     def edge_of(self, step: int) -> Edge:
         return self.edges[step % len(self.edges)]
 
-    # --- one step
-
     def mix(self, before: Callable[[Edge, float], None] | None = None) -> None:
         """Replace parameters by the average of the edge, if something was sent since the start.
 
-        Args:
-            before: called with the edge and its weight when all parameters have arrived.
-
-        Raises:
-            ReductionError: a parameter was moved to other memory, or written to. Nothing was mixed.
-            CommunicationError: a rank of the edge did not send within the group's time-out.
+        `before` is called with the edge and its weight when all parameters have arrived. Nothing is mixed if one of
+        this rank was moved to other memory or written to: a `ReductionError`.
         """
         if self._in_flight is None:
             return
@@ -142,8 +130,7 @@ class Mixer:
             )
         edge, _ = self._in_flight
         own_factor = (1 - self.factor) + self.factor * edge.own_factor
-        self.arrive()
-        self._in_flight = None
+        self.forget()
         if before is not None:
             before(edge, edge.weight)
         for bucket in self.buckets:
@@ -167,21 +154,12 @@ class Mixer:
         self._in_flight, self._versions = (edge, works), list(map(autograd.version_of, self._parameters))
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        """Start an all-reduce over the ranks of an edge.
-
-        Raises:
-            CommunicationError: a rank of the edge cannot be reached.
-        """
+        """Start an all-reduce over the ranks of an edge; `wait` waits for it."""
         with self._naming_missing(edge):
             work: dist.Work = dist.all_reduce(tensor, op=op, group=self._groups[edge.ranks], async_op=True)
         return work
 
     def wait(self, work: dist.Work, edge: Edge) -> None:
-        """Wait for such an all-reduce.
-
-        Raises:
-            CommunicationError: a rank of the edge has not come within the group's time-out.
-        """
         with self._naming_missing(edge):
             work.wait()
 
@@ -205,17 +183,10 @@ class Mixer:
         self.arrive()
         self._in_flight = None
 
-    # --- all ranks at once
-
     def average(self, *, keep: bool, buffers: bool) -> None:
         """Let parameters be the average over all ranks, with buffers of floating point if these are asked for.
 
-        Args:
-            keep: what they were comes back with `revert`; else this is where the next step starts.
-
-        Raises:
-            ReductionError: they are the average already, and will be taken back.
-            CommunicationError, DesyncError: ranks did not come, or are at another step.
+        `keep`: what they were comes back with `revert`; else this is where the next step starts.
         """
         if self.kept:
             raise ReductionError("parameters already hold the global average. Call revert_global_avg() first.")
@@ -236,11 +207,7 @@ class Mixer:
         self.forget()
 
     def revert(self) -> None:
-        """Take an average back.
-
-        Raises:
-            ReductionError: there is none.
-        """
+        """Take an average back."""
         if not self.kept:
             raise ReductionError("there is no global average to revert. Call global_avg() first.")
         with torch.no_grad():
@@ -284,3 +251,106 @@ def _bucket(parameters: list[nn.Parameter], *, as_views: bool) -> MixedBucket:
         view.copy_(parameter)
         parameter.data = view
     return MixedBucket(parameters, [memory], [buffer], views, buffer)
+
+
+@dataclass(eq=False)
+class MixingUpdates(Updates):
+    """At the end of each synchronised backward (`engine/sinks.py`): mix, clip, update, send.
+
+    `optimizer`: over all or some parameters of the module. `max_norm`: clip the gradients of each bucket by themselves;
+    0: no. `scaler`: unscales, leaves steps out, and is updated, all at the end of the backward. `averages_buffers`:
+    averages over all ranks are of buffers, too.
+    """
+
+    optimizer: torch.optim.Optimizer
+    mixer: Mixer
+    max_norm: float
+    scaler: GradScaler | None
+    scheduler: LRScheduler | None
+    averages_buffers: bool
+    handles: list[RemovableHandle] = field(default_factory=list)
+    _scale: tuple[torch.Tensor, dist.Work, Edge] | None = None  # the least of the edge, on its way
+    _broken: str = ""
+    is_alive: ClassVar = True
+    deferred: ClassVar = None
+
+    def __post_init__(self) -> None:
+        self._before_mixing = getattr(self.optimizer, "pre_average_hook", None)
+        if self._before_mixing is not None:
+            for bucket in self.mixer.buckets:
+                for parameter, received in zip(bucket.parameters, bucket.views, strict=True):
+                    parameter.comm_buffer = received  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        if self._broken:
+            raise ReductionError(self._broken)
+        if self.mixer.kept:
+            raise ReductionError(
+                "a backward ran while parameters hold the global average. Reverting the average would discard its "
+                "update. Train outside of global_average(), or call revert_global_avg() first."
+            )
+
+    def update_request(self, *, keep_graph: bool) -> UpdateRequest:
+        return UpdateRequest()  # all of it comes at the end
+
+    def apply(self, *_: object) -> None:
+        raise AssertionError("no backward of a decentralized module is captured")
+
+    @torch.no_grad()
+    def ended(self) -> None:
+        self.mixer.mix(self._before_mixing)
+        try:
+            self._update()
+            self.mixer.send()
+            if self.scaler is not None:
+                self._agree_on_scale(self.scaler)
+        except BaseException as error:
+            self._broken = (
+                f"step {self.mixer.step} of a decentralized module failed ({type(error).__name__}) after parameters "
+                "had been mixed: they are partially updated, and other ranks wait for them. Restore a checkpoint on "
+                "all ranks and call decentralize() on a new module."
+            )
+            raise
+        self.mixer.step += 1
+        self.mixer.all_equal = False
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def released(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.mixer.close()
+
+    def describe(self) -> str:
+        topology = self.mixer.topology
+        return (
+            f"topology {topology.name}, period {count(topology.period, 'step')}: buckets are of parameters, which are "
+            "mixed in each step; no gradient is reduced"
+        )
+
+    def _update(self) -> None:
+        """Update all parameters, or none if the scaler found a gradient that is not finite."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        for bucket in self.mixer.buckets if self.max_norm > 0 else ():
+            torch.nn.utils.clip_grad_norm_(bucket.parameters, self.max_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+        else:
+            self.optimizer.step()
+        for bucket in self.mixer.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _agree_on_scale(self, scaler: GradScaler) -> None:
+        """Take the least scale of the edge: what another rank has arrives a step later, as its parameters do."""
+        scaler.update()
+        if self._scale is not None:
+            least, work, edge = self._scale
+            self.mixer.wait(work, edge)
+            scaler.update(min(float(least), scaler.get_scale()))
+            self._scale = None
+        edge = self.mixer.edge_of(self.mixer.step + 1)
+        if len(edge.ranks) > 1:
+            least = torch.tensor([scaler.get_scale()], device=self.mixer.buckets[0].buffer.device)
+            self._scale = least, self.mixer.start(least, edge, dist.ReduceOp.MIN), edge

@@ -1,4 +1,4 @@
-"""`decentralize()`: ranks mix their parameters with few others in each step, and reduce no gradient."""
+"""`decentralize()`: ranks mix their parameters with few others in each step, and reduce no gradient; and a wrapper."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_compile.config import ReplicateConfig
-from dp_compile.decentralized.mixing import Mixer, plan_of
+from dp_compile.decentralized.mixing import Mixer, MixingUpdates, plan_of
 from dp_compile.decentralized.topologies import Topology
 from dp_compile.decentralized.topologies import topology as topology_of_name
-from dp_compile.decentralized.updates import MixingUpdates
 from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ReductionError, UnsupportedModuleError, require
 from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import PlanResult
-from dp_compile.replication.module import Pending, inner_module, parts_of, replica_of, state_of, unwrap
+from dp_compile.replication.module import Pending, inner_module, no_sync, parts_of, replica_of, state_of, unwrap, wrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.tensor_parallel import refuse_dtensors
 
@@ -104,8 +103,17 @@ def decentralize(
             )
         replica = replica_of(module)
         with propagate_errors(replica, CALL):
-            _check(grad_clip_norm, scaler, bucket_size_in_mb)
-            chosen = _topology(topology, replica.group.world_size, local_world_size)
+            clips = _is_number(grad_clip_norm) and grad_clip_norm >= 0
+            require(clips, "grad_clip_norm", "a number, 0 or more", grad_clip_norm)
+            has_size = _is_number(bucket_size_in_mb) and bucket_size_in_mb > 0
+            require(has_size, "bucket_size_in_mb", "a number, above 0", bucket_size_in_mb)
+            require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
+            world_size, chosen = replica.group.world_size, topology
+            if not isinstance(chosen, Topology):
+                local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                chosen = topology_of_name(chosen, world_size, local)
+            found = f"{chosen.name}, {chosen.world_size} ranks"
+            require(chosen.world_size == world_size, "topology", f"of {world_size} ranks, as the group is", found)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
             replica.adopt(PlanResult(plan_of(replica, bucket_size_in_mb)), replica.planning.ready)
@@ -121,7 +129,7 @@ def decentralize(
             made,
             Mixer(replica, chosen, as_views=param_as_bucket_view),
             max_norm=grad_clip_norm,
-            scaler=scaler,
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
             scheduler=scheduler,
             averages_buffers=sync_buffer_in_global_avg,
         )
@@ -131,7 +139,9 @@ def decentralize(
     replica.planning.awaits_graph, replica.planning.strategy, replica.state.reduces_gradients = False, "fixed", False
     replica.after.updates.append(updates)
     inner = inner_module(module)
-    inner.__class__ = _decentralized_class(type(inner))
+    if (kind := type(inner)) not in _classes:  # of the same name, and the same one each time: modules can share code
+        _classes[kind] = type(kind.__name__, (DecentralizedModule, kind), {"__module__": kind.__module__})
+    inner.__class__ = _classes[kind]
     updates.handles = [
         inner.register_state_dict_pre_hook(_warn_of_own_parameters),
         inner.register_load_state_dict_pre_hook(_refuse_to_load),
@@ -141,11 +151,7 @@ def decentralize(
 
 
 def mixing_of(module: nn.Module) -> MixingUpdates:
-    """What a decentralized module does in each step.
-
-    Raises:
-        UnsupportedModuleError: the module is not decentralized.
-    """
+    """What a decentralized module does in each step."""
     for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
@@ -174,11 +180,7 @@ class DecentralizedModule(nn.Module):
         return distance
 
     def revert_global_avg(self) -> None:
-        """Give each rank its own parameters back, with buffers if they were averaged.
-
-        Raises:
-            ReductionError: `global_avg` was not called before.
-        """
+        """Give each rank its own parameters back, with buffers if they were averaged by `global_avg` before."""
         mixing_of(self).mixer.revert()
 
     @contextlib.contextmanager
@@ -195,11 +197,7 @@ class DecentralizedModule(nn.Module):
         replica_of(self).state.sync = not enable
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay.
-
-        Raises:
-            ConfigError: not a finite number.
-        """
+        """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay."""
         require(_is_number(factor) and math.isfinite(factor), "factor", "a finite number", factor)
         mixing_of(self).mixer.factor = float(factor)
 
@@ -208,11 +206,56 @@ class DecentralizedModule(nn.Module):
         return float(mixing_of(self).optimizer.param_groups[0]["lr"])
 
 
-def _decentralized_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Of the same name. The same one each time, so that modules can share compiled code."""
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (DecentralizedModule, kind), {"__module__": kind.__module__})
-    return _classes[kind]
+class DecentralizedDataParallel(DecentralizedModule):
+    """Wraps a module as decent-dp's class of this name does, on `decentralize`, whose options and errors it has.
+
+    `state_dict` keys have the prefix `module.`. `docs/algorithms.md` says what is different on purpose.
+
+    Args:
+        model: the module to wrap, on its device already; also found as `.module`.
+        optim_fn: makes the optimizer from a list of names and parameters; called once, with all of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_fn: OptimizerFn,
+        lr_scheduler_fn: SchedulerFn | None = None,
+        topology: str | Topology = "complete",
+        scaler: GradScaler | None = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: float = 25,
+        _local_world_size: int | None = None,
+        *,
+        config: ReplicateConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = decentralize(
+            model,
+            topology=topology,
+            optimizer=optim_fn,
+            lr_scheduler_fn=lr_scheduler_fn,
+            scaler=scaler,
+            grad_clip_norm=grad_clip_norm,
+            param_as_bucket_view=param_as_bucket_view,
+            bucket_size_in_mb=bucket_size_in_mb,
+            sync_buffer_in_global_avg=sync_buffer_in_global_avg,
+            local_world_size=_local_world_size,
+            config=config,
+        )
+        wrap(self, unwrap(self.module))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients inside; the first backward after it is a step."""
+        with no_sync(self.module):
+            yield
 
 
 # Hooks of the module. A copy of it has them too, and is a plain module.
@@ -244,9 +287,6 @@ def _forget_what_was_sent(module: nn.Module, *_: Any) -> None:
         mixing_of(module).mixer.forget()  # else the next step mixes what was loaded away
 
 
-# --- what was asked for -----------------------------------------------------------------------------------------
-
-
 def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     given, default = config or ReplicateConfig(), ReplicateConfig()
     refused = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
@@ -259,20 +299,6 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _check(max_norm: Any, scaler: object, bucket_mb: Any) -> None:
-    require(_is_number(max_norm) and max_norm >= 0, "grad_clip_norm", "a number, 0 or more", max_norm)
-    require(_is_number(bucket_mb) and bucket_mb > 0, "bucket_size_in_mb", "a number, above 0", bucket_mb)
-    require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
-
-
-def _topology(asked: str | Topology, world_size: int, local_world_size: int | None) -> Topology:
-    if isinstance(asked, Topology):
-        fits = asked.world_size == world_size
-        require(fits, "topology", f"of {world_size} ranks, as the group is", f"{asked.name}, {asked.world_size} ranks")
-        return asked
-    return topology_of_name(asked, world_size, local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> torch.optim.Optimizer:

@@ -95,12 +95,9 @@ class Topology:
 
 
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
-    """A topology by its name. One rank is alone, with any name.
+    """`complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`; one rank is alone, with any name.
 
-    Args:
-        name: `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`.
-        world_size: ranks, >= 1.
-        local_world_size: ranks on each node, for `alternating-exp-ring`.
+    `local_world_size`: ranks on each node, for `alternating-exp-ring`.
     """
     require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
     sizes = world_size, local_world_size
@@ -110,10 +107,6 @@ def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
         return Topology(name, 1, ((Edge((0,), 1.0),),))
     steps = tuple(map(tuple, _BUILDERS[name](world_size, local_world_size)))
     return Topology(name, world_size, steps)
-
-
-def _complete(world_size: int, local_world_size: int) -> Steps:
-    return [[Edge(tuple(range(world_size)), 1 / world_size)]]
 
 
 def _ring(world_size: int, local_world_size: int) -> Steps:
@@ -148,10 +141,10 @@ def _powers(name: str, what: str, number: int) -> list[int]:
     return [1 << bit for bit in range(number.bit_length() - 1)]
 
 
+# From the number of ranks, and of ranks on each node, to the edges of each step of a period.
 _BUILDERS: Final[Mapping[str, Callable[[int, int], Steps]]] = {
-    "complete": _complete,
+    "complete": lambda world_size, _: [[Edge(tuple(range(world_size)), 1 / world_size)]],
     "ring": _ring,
     "one-peer-exp": _one_peer_exp,
     "alternating-exp-ring": _alternating_exp_ring,
 }
-"""From the number of ranks, and of ranks on each node, to the edges of each step of a period."""

@@ -69,8 +69,7 @@ class _Launcher:
         self._ranks: dict[str, int] = {}
         """The rank that each started with, or that the one had in whose place it was started."""
         self._left_out_s: dict[str, float] = {}
-        self.is_well = False
-        """Some process has trained to the end."""
+        self.is_well = False  # some process has trained to the end
 
     def start(self, name: str, rank: int, **environment: str) -> None:
         command, self._ranks[name] = [sys.executable, *self._script], rank

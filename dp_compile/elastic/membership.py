@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +20,6 @@ from dp_compile.engine.plan_sync import LostStoreError
 from dp_compile.errors import CommunicationError
 
 POLL_S: Final = 0.02
-ENDED: Final = "ended"
 
 
 class LeftOutError(CommunicationError):
@@ -58,14 +55,11 @@ class Members:
 
 
 class Registry:
-    """The store, as one process uses it.
+    """The store, as one process uses it; every method raises `LostStoreError` if it is gone.
 
-    Attributes:
-        members: the generation that this process is in; before its first meeting the one that it comes from.
-        is_in_use: a training has it.
-        backend: of every group, as the user gave it: torch reports "undefined" for a group that was made without one.
-
-    Every method raises `LostStoreError` if the store is gone.
+    `members`: the generation that this process is in; before its first meeting the one that it comes from. `is_in_use`:
+    a training has it. `backend`: of every group, as the user gave it: torch reports "undefined" for a group that was
+    made without one.
     """
 
     def __init__(self, store: Store, process: str, members: Members) -> None:
@@ -86,58 +80,33 @@ class Registry:
         self._ask("set", f"{self.members.generation}/plan", json.dumps(facts))
 
     def read_plan(self) -> Any:
-        """The plan that members have, or will have.
-
-        Raises:
-            CommunicationError: the training has ended.
-        """
-        found = list[str]()
-
-        def is_there() -> bool:  # of the latest generation, which may be another one each time
-            found[:] = [f"{self.current().generation}/plan"]
-            return self._has(found[0])
-
-        self._wait_as_one_that_joins(is_there)
-        return json.loads(self._ask("get", found[0]))
+        """The plan that members have, or will have; a `CommunicationError` if the training has ended."""
+        while not self._has(key := f"{self.current().generation}/plan"):  # of the latest, another one each time
+            self._wait_as_one_that_joins()
+        return json.loads(self._ask("get", key))
 
     def leave(self, process: str = "") -> None:
         """The others need not wait for this process, or for the given one."""
         self._ask("set", f"dead/{process or self.process}", "left")
 
     def end(self) -> None:
-        """No process can join any more."""
-        self._ask("set", ENDED, "")
+        self._ask("set", "ended", "")
 
     def wants_to_join(self) -> bool:
-        """Whether a process waits to join."""
         return len(self._names("joins")) > self.members.joins
 
     def join(self) -> None:
-        """Ask to join, and wait until the members have taken this process in.
-
-        Raises:
-            CommunicationError: the training has ended.
-        """
+        """Ask to join, and wait until the members have taken this process in; raises as `read_plan`."""
         self._ask("append", "joins", f"{self.process}\n")
-
-        def is_taken_in() -> bool:
-            current = self.current()
-            if self.process in current.processes:
-                self.members = current
-            return self.members is current
-
-        self._wait_as_one_that_joins(is_taken_in)
+        while self.process not in (current := self.current()).processes:
+            self._wait_as_one_that_joins()
+        self.members = current
 
     def meet(self, *, grace_s: float, min_ranks: int, wait_s: float) -> None:
         """Agree with the members that are left on the next generation. Who is missed by the first is left out.
 
-        Args:
-            grace_s: how long the first one to come waits for members that are not known to be dead.
-            min_ranks: of the new generation; `wait_s`: how long to wait for processes that join if there are fewer.
-
-        Raises:
-            LeftOutError: this process is not in the new generation.
-            TooFewRanksError: there are fewer than `min_ranks`.
+        `grace_s`: how long the first one to come waits for members that are not known to be dead. `min_ranks`: of the
+        new generation; `wait_s`: how long to wait for processes that join if there are fewer.
         """
         for number in itertools.count(1):
             arrivals = f"{self.members.generation}/arrivals/{number}"
@@ -146,7 +115,9 @@ class Registry:
             if first == self.process:
                 self._decide(arrivals, grace_s, min_ranks, wait_s)
             else:  # the others meet again if the first one has died, or is suspended
-                self._wait(self._is_over, grace_s + wait_s + 2.0, unless=f"dead/{first}")
+                end_s = time.monotonic() + grace_s + wait_s + 2.0
+                while not self._is_over() and not self.is_dead(first) and time.monotonic() <= end_s:
+                    time.sleep(POLL_S)
             if self._is_over():
                 break
         members = self.current()
@@ -187,18 +158,10 @@ class Registry:
         """Whether members of this process's generation have agreed on the next one."""
         return self.current() != self.members
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float = math.inf, *, unless: str) -> bool:
-        """Whether a condition comes to hold; `unless`: before a key is there. It may not hold any more after that."""
-        end_s = time.monotonic() + timeout_s
-        while not condition():
-            if self._has(unless) or time.monotonic() > end_s:
-                return False
-            time.sleep(POLL_S)
-        return True
-
-    def _wait_as_one_that_joins(self, condition: Callable[[], bool]) -> None:
-        if not self._wait(condition, unless=ENDED):
+    def _wait_as_one_that_joins(self) -> None:
+        if self._has("ended"):
             raise CommunicationError(f"process {self.process} cannot join: the training has ended.")
+        time.sleep(POLL_S)
 
     def _has(self, key: str) -> bool:
         return bool(self._ask("check", [key]))

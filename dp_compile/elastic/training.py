@@ -8,7 +8,7 @@ import os
 import time
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,22 +28,12 @@ from dp_compile.optim.update import Whole
 
 logger = logging.getLogger("dp_compile.elastic")
 
-JOIN_VARIABLE: Final = "DP_COMPILE_ELASTIC_JOIN"
-"""The launcher gives a process that joins its name in it."""
+JOIN_VARIABLE: Final = "DP_COMPILE_ELASTIC_JOIN"  # the launcher gives a process that joins its name in it
 MOST_LOSSES_IN_A_ROW: Final = 8
 LOOK_FOR_JOINS_EVERY_S: Final = 0.2
-START_S: Final = 300.0
-"""How far apart processes may start."""
+START_S: Final = 300.0  # how far apart processes may start
 
 _registry: Registry | None = None
-
-
-class Stateful(Protocol):
-    """What is copied to ranks that have finished fewer steps, as an optimizer, a scheduler, a `GradScaler`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.default_pg_timeout) -> None:
@@ -97,7 +87,7 @@ class Training:
 
     Args:
         model: a module that `replicate` took, in the default group; parts with their own `replicate` are fine.
-        states: optimizers of `torch.optim`, and any value with `state_dict` and `load_state_dict`.
+        states: optimizers of `torch.optim`, and any value with `state_dict` and `load_state_dict`, as a `GradScaler`.
         timeout_s: of every collective, and so how long the loss of a rank may go unnoticed, from this rank's first step
             on in which nothing is compiled; `None`: that of `init_process_group`. A rank that compiles longer than the
             others by more than it, later, is left out.
@@ -115,7 +105,7 @@ class Training:
     def __init__(
         self,
         model: nn.Module,
-        *states: Stateful,
+        *states: Any,
         timeout_s: float | None = None,
         min_ranks: int = 1,
         grace_s: float | None = None,
@@ -127,16 +117,13 @@ class Training:
             raise ConfigError("this process has an elastic.Training already. Give that one all models and optimizers.")
         self._registry, self._model, self._states = _registry, model, states
         self._min_ranks, self._wait_s = min_ranks, wait_s
-        self.steps = 0
-        """Steps that every rank has finished."""
-        self._is_whole = True
-        """Parameters and states are those after `steps`."""
+        self.steps = 0  # that every rank has finished
+        self._is_whole = True  # parameters and states are those after `steps`
         self._has_stepped = self._has_left = False
         self._saved: tuple[list[torch.Tensor], list[Any]] | None = None
         """Parameters and states at the begin of the step, if an optimizer updates in the backward."""
         self._losses, self._looked_s, self._written = 0, 0.0, -1
-        self.is_joining = bool(os.environ.get(JOIN_VARIABLE))
-        """This process trains alone for one step, which compiles, and then joins."""
+        self.is_joining = bool(os.environ.get(JOIN_VARIABLE))  # trains alone for one step, which compiles, then joins
         group = dist.group.WORLD
         assert group is not None
         self._group_name = distributed.group_name(group)
@@ -144,8 +131,7 @@ class Training:
         self._timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         self._grace_s = self._timeout_s + 1.0 if grace_s is None else grace_s
         self._has_compiled = False
-        for replica in self._replicas():
-            _check(replica)
+        self._check()
         if self.is_joining:
             for replica, facts in zip(self._replicas(), self._registry.read_plan(), strict=True):
                 take_plan(replica, facts)
@@ -153,7 +139,7 @@ class Training:
             regroup(replica, group, self.generation)
         for optimizer in states:
             if isinstance(optimizer, torch.optim.Optimizer):  # fused ones do not count up versions of parameters
-                optimizer.register_step_post_hook(self._note_step)
+                optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._registry.is_in_use = True
 
     @property
@@ -173,12 +159,9 @@ class Training:
         """Around one step. Every rank enters as many of them as the others."""
         return Step(self)
 
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
-
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._replicas())).device
+        return self._replicas()[0].device
 
     def _replicas(self) -> list[Replica]:
         found = {owner[0]: None for owner in map(owners.find, self._model.parameters()) if owner is not None}
@@ -186,7 +169,31 @@ class Training:
             raise ConfigError("no parameter of the model is replicated. Call dp_compile.replicate(model) first.")
         return sorted(found, key=lambda replica: replica.module.number)
 
-    # --- one step
+    def _parameters(self) -> list[torch.Tensor]:
+        return [each for replica in self._replicas() for each in replica.parameters]
+
+    def _check(self) -> None:
+        for replica in self._replicas():
+            first, hook = replica.names[0], replica.planning.comm_hook
+            if replica.group.process_group is not dist.group.WORLD or replica.group.levels is not None:
+                raise ConfigError(
+                    f"elastic.Training needs modules in the default group: that of {first} is in another."
+                )
+            if hook is not None and hook.averaging.hook is not None:
+                raise ConfigError(
+                    f"comm hook {hook.name} of {first} has a state or a process group, which a joining process does "
+                    "not have. Use a hook that only casts, or none."
+                )
+            if not replica.state.reduces_gradients:
+                raise ConfigError(f"elastic.Training averages gradients, and those of {first} are not reduced.")
+            if any(
+                each.deferred is not None or not isinstance(getattr(each, "part", None), Whole)
+                for each in replica.after.updates
+            ):
+                raise ConfigError(
+                    f"an optimizer of {first} is sharded, or leaves updates for the next forward: the state of a lost "
+                    "rank would be lost with it. Call in_backward() without shard and overlap_forward."
+                )
 
     def _begin(self) -> tuple[torch.Tensor, dist.Work | None]:
         """Launch the vote, first, so that it is hidden: whether a process waits to join, and that no rank was lost."""
@@ -194,14 +201,18 @@ class Training:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
             raise ConfigError("elastic.Training is not supported inside join(): ranks without inputs run no steps.")
-        for replica in self._replicas():
-            _check(replica)
+        self._check()
         self._has_stepped, self._graphs = False, compiler.compiled_graphs()
-        updates_early = any(replica.after.updates for replica in self._replicas())
-        self._saved = (self._copies(), self._state_dicts()) if updates_early else None
-        self._versions = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
+        self._saved, updates_early = None, any(replica.after.updates for replica in self._replicas())
+        if updates_early:
+            copies = [each.detach().clone() for each in self._parameters()]
+            self._saved = copies, [copy.deepcopy(each.state_dict()) for each in self._states]
+        self._versions = [each._version for each in self._parameters()]
         self._buffers = [(each, each.clone()) for replica in self._replicas() for each in replica.buffers]
-        vote = torch.tensor([int(self._wants_regroup())], device=self._device)
+        now_s, is_asked = time.monotonic(), False
+        if not self.is_joining and dist.get_rank() == 0 and now_s >= self._looked_s + LOOK_FOR_JOINS_EVERY_S:
+            self._looked_s, is_asked = now_s, self._registry.wants_to_join()
+        vote = torch.tensor([int(is_asked)], device=self._device)
         return vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
 
     def _end(self, *, is_asked: bool) -> None:
@@ -229,7 +240,7 @@ class Training:
             return False
         # What this package adds names a rank that is late, by the monitor, which is off here.
         logger.warning("step %d is lost: %s", self.steps + 1, str(error.__cause__ or error).splitlines()[0])
-        now = [parameter._version for replica in self._replicas() for parameter in replica.parameters]
+        now = [each._version for each in self._parameters()]
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -240,27 +251,11 @@ class Training:
         self._meet()
         return True
 
-    def _wants_regroup(self) -> bool:
-        now_s = time.monotonic()
-        if self.is_joining or dist.get_rank() != 0 or now_s < self._looked_s + LOOK_FOR_JOINS_EVERY_S:
-            return False
-        self._looked_s = now_s
-        return self._registry.wants_to_join()
-
-    def _copies(self) -> list[torch.Tensor]:
-        return [each.detach().clone() for replica in self._replicas() for each in replica.parameters]
-
-    def _state_dicts(self) -> list[Any]:
-        return [copy.deepcopy(each.state_dict()) for each in self._states]
-
     def _restore(self, parameters: list[torch.Tensor], states: list[Any]) -> None:
-        now = [each for replica in self._replicas() for each in replica.parameters]
-        for parameter, before in zip(now, parameters, strict=True):
+        for parameter, before in zip(self._parameters(), parameters, strict=True):
             parameter.copy_(before)
         for each, state in zip(self._states, states, strict=True):
             each.load_state_dict(state)
-
-    # --- another group
 
     def _meet(self) -> None:
         """Form the next generation with the ranks that are left."""
@@ -295,8 +290,9 @@ class Training:
             parameter.grad = None
         for replica in self._replicas():
             regroup(replica, group, self.generation)
-            _check(replica)
-        own = _Standing(self.steps if self._is_whole else -1, self._statement(), self._fingerprint())
+        self._check()
+        hashed: list[int] = fingerprints(self._parameters()).tolist()
+        own = _Standing(self.steps if self._is_whole else -1, self._statement(), hashed)
         found: list[_Standing] = [own] * ranks
         dist.all_gather_object(found, own)
         most = max(each.steps for each in found)
@@ -322,7 +318,7 @@ class Training:
         group = dist.group.WORLD
         assert group is not None
         self._is_whole = not is_behind
-        tensors = list[torch.Tensor]()
+        tensors: list[torch.Tensor] = []
         for replica in self._replicas():
             tensors += [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *replica.buffers]
         is_source = dist.get_rank() == source
@@ -353,19 +349,13 @@ class Training:
             )
         return found
 
-    def _fingerprint(self) -> list[int]:
-        """Equal for equal parameters."""
-        parameters = [parameter for replica in self._replicas() for parameter in replica.parameters]
-        found: list[int] = fingerprints(parameters).tolist()
-        return found
-
 
 class _Standing(NamedTuple):
     """Where a rank is: -1 steps if it joins, or lost a step in which its parameters were changed already."""
 
     steps: int
     statement: list[Any]
-    fingerprint: list[int]
+    fingerprint: list[int]  # of its parameters
 
 
 class Step:
@@ -408,26 +398,3 @@ class Step:
             training._end(is_asked=is_asked)
             return True
         return training._lose(error)
-
-
-def _check(replica: Replica) -> None:
-    if replica.group.process_group is not dist.group.WORLD or replica.group.levels is not None:
-        raise ConfigError(
-            f"elastic.Training needs modules in the default group: that of {replica.names[0]} is in another."
-        )
-    hook = replica.planning.comm_hook
-    if hook is not None and hook.averaging.hook is not None:
-        raise ConfigError(
-            f"comm hook {hook.name} of {replica.names[0]} has a state or a process group, which a joining process does "
-            "not have. Use a hook that only casts, or none."
-        )
-    if not replica.state.reduces_gradients:
-        raise ConfigError(f"elastic.Training averages gradients, and those of {replica.names[0]} are not reduced.")
-    if any(
-        each.deferred is not None or not isinstance(getattr(each, "part", None), Whole)
-        for each in replica.after.updates
-    ):
-        raise ConfigError(
-            f"an optimizer of {replica.names[0]} is sharded, or leaves updates for the next forward: the state of a "
-            "lost rank would be lost with it. Call in_backward() without shard and overlap_forward."
-        )

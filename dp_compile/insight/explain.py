@@ -5,39 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from dp_compile.errors import ConfigError
 from dp_compile.insight.predict import DTYPES, replanned, sent_in
-from dp_compile.insight.step import (
-    BYTES,
-    NOMINAL,
-    MeasuredBucket,
-    PlannedBucket,
-    Step,
-    format_ms,
-    planned_buckets,
-)
+from dp_compile.insight.step import BYTES, NOMINAL, MeasuredBucket, PlannedBucket, Step, format_ms, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
 from dp_compile.plan.words import WIDTH, count, format_bytes, in_columns
 
 MOST_ROWS: Final = 16
 MOST_ADVICE: Final = 3
-SHORTEST_S: Final = 1e-9
-"""What is shorter is rounding."""
-SMALLEST_GAIN: Final = 0.005
-"""Of the predicted end. The model is not more exact."""
+SHORTEST_S: Final = 1e-9  # what is shorter is rounding
+SMALLEST_GAIN: Final = 0.005  # of the predicted end; the model is not more exact
 CAPS_MB: Final = {"1": 1.0, "5": 5.0, "25": 25.0, "math.inf": math.inf}
 COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not known", "one rank"
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainedBucket:
-    """One bucket. `why`: why it is exposed, or that it is not.
-
-    `planned`: `None` if there is one rank.
-    """
+class ExplainedBucket(NamedTuple):
+    """One bucket. `why`: why it is exposed, or that it is not. `planned`: `None` if there is one rank."""
 
     number: int
     nbytes: int
@@ -48,8 +34,7 @@ class ExplainedBucket:
     measured: MeasuredBucket | None
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(NamedTuple):
     """Something to change, and how much earlier backward and communication would be over.
 
     `share`: of the predicted end. `at_most`: the gain if what the plan believes is off by 2x.
@@ -67,7 +52,7 @@ class Explanation:
 
     `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`,
     `exposed_s`: predicted, with a next forward if something ends under it; `None` for one rank. `bound_s`: no
-    plan ends earlier (`release_time_bound`). `notes`: what has to be known to read the figures.
+    plan ends earlier (`release_time_bound`).
     """
 
     step: Step
@@ -77,7 +62,6 @@ class Explanation:
     bound_s: float
     buckets: tuple[ExplainedBucket, ...]
     advice: tuple[Advice, ...]
-    notes: tuple[str, ...]
 
     def __str__(self) -> str:
         return self.text()
@@ -87,18 +71,12 @@ class Explanation:
         lines = [_verdict(self), *(f"  {text}" for text in _facts(self)), ""]
         lines += [*_table(self, None if verbose else MOST_ROWS), ""]
         if verbose:
-            for each in self.buckets:
-                lines.append(f"  bucket {each.number}: {', '.join(each.members)}")
-            lines.append("")
+            lines += [*(f"  bucket {each.number}: {', '.join(each.members)}" for each in self.buckets), ""]
         return in_columns("\n".join([*lines, *_advice(self)]))
 
 
 def explanation_of(step: Step) -> Explanation:
-    """Explain a step.
-
-    Raises:
-        ConfigError: the measured buckets are not those of the plan.
-    """
+    """Explain a step; a `ConfigError` if the measured buckets are not those of the plan."""
     if step.measured is not None and len(step.measured.buckets) not in (0, len(step.plan.buckets)):
         raise ConfigError(
             f"the plan has {len(step.plan.buckets)} buckets, but the measurement has {len(step.measured.buckets)}. "
@@ -114,15 +92,11 @@ def explanation_of(step: Step) -> Explanation:
         step.bound_s() + forward_s,
         tuple(_explained(step)),
         () if alone else advice_for(step),
-        tuple(_notes(step)),
     )
 
 
 def _explained(step: Step) -> Iterator[ExplainedBucket]:
-    """The buckets in launch order, each with the gradient that releases it: of equally ready ones the largest.
-
-    That may be of an earlier bucket, for launches keep their order.
-    """
+    """The buckets in launch order, each with the gradient that releases it, maybe of an earlier one: the largest."""
     alone = [None] * len(step.plan.buckets)
     planned: Sequence[PlannedBucket | None] = alone if step.world_size == 1 else planned_buckets(step)
     seen: Sequence[MeasuredBucket | None] = (step.measured.buckets if step.measured is not None else ()) or alone
@@ -133,9 +107,8 @@ def _explained(step: Step) -> Iterator[ExplainedBucket]:
             ready = [each for each, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
             released_by = [each for each in ready if each.gradient.name != UNUSED_FLAGS] or ready
             latest_s, last, place = own_s, max(released_by, key=lambda each: each.gradient.nbytes).gradient.name, number
-        each, why = planned[number], ""
-        if each is not None:
-            why = _why(step, each, last if place == number else f"{last} (bucket {place})")
+        each = planned[number]
+        why = "" if each is None else _why(step, each, last if place == number else f"{last} (bucket {place})")
         labels = tuple(member.gradient.name for member in bucket.members)
         yield ExplainedBucket(number, bucket.nbytes, len(own), labels, why, each, seen[number])
 
@@ -149,9 +122,6 @@ def _why(step: Step, planned: PlannedBucket, released_by: str) -> str:
     if planned.start_s > planned.ready_s + SHORTEST_S:
         return "network busy"
     return f"waits for {released_by}"
-
-
-# --- advice ---------------------------------------------------------------------------------------------------------
 
 
 def advice_for(step: Step) -> tuple[Advice, ...]:
@@ -180,15 +150,12 @@ def _options(step: Step) -> Iterator[Advice]:
         yield max(found, key=lambda each: each.share)
     hooks = any(each.key.reduction.hook is not None for each in step.plan.gradients)
     if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):
-        wire = "mp_policy, reduce_dtype=bfloat16"
-        yield _gain(f"{wire}: fewer bytes, other rounding", step, _end_s(sent_in(step, "bfloat16")))
+        change = "mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding"
+        yield _gain(change, step, _end_s(sent_in(step, "bfloat16")))
 
 
 def _end_s(step: Step) -> float:
     return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
-
-
-# --- text -----------------------------------------------------------------------------------------------------------
 
 
 def _time(step: Step, seconds: float) -> str:
@@ -251,7 +218,7 @@ def _facts(this: Explanation) -> Iterator[str]:
     if placed := [each for each in step.placements if each.gradient != UNUSED_FLAGS]:
         copied = format_bytes(sum(each.nbytes for each in placed if each.is_copied))
         yield f"copied into buckets: {copied} of {format_bytes(sum(each.nbytes for each in placed))}"
-    yield from this.notes
+    yield from _notes(step)
 
 
 def _notes(step: Step) -> Iterator[str]:

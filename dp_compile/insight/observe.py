@@ -1,29 +1,73 @@
-"""Read a replicated module: a report for people, and its step as data."""
+"""Read a replicated module: a report for people, its step as data, and some of its steps measured."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from dp_compile._torch import distributed
+from dp_compile._torch import autograd, distributed
 from dp_compile.engine.calibration import calibrated
+from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import UnsupportedModuleError
 from dp_compile.insight.explain import Explanation, explanation_of
-from dp_compile.insight.report import Report
-from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
+from dp_compile.insight.profile import events_of, measured_steps
+from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms, typical_step
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import ASSUMED, Certificate
-from dp_compile.plan.words import count, format_bytes
+from dp_compile.plan.planner import ASSUMED
+from dp_compile.plan.words import count, format_bytes, in_columns
 from dp_compile.replication.module import is_replicated, replica_of, unwrap
 
-measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
+logger = logging.getLogger("dp_compile.measuring")
+
+_measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
 """What `measure()` saw last of a module on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of one replicated module: its plan, what was captured, how many backwards took which way.
+
+    `promise`: what the plan was predicted to reach, if it was made from a cost. `measured`: how long the backward took,
+    if it was timed, as `explain` says too. `divided_by`: the `gradient_divide_factor`; `None`: the number of ranks, or
+    as a comm hook does. `why_not_captured`: why the comm hook is called with each bucket, if it is. `updates`: what
+    follows a backward on each rank, as an optimizer that updates in it, and what that spares.
+    `memory`: what stays allocated for buckets between backwards.
+    """
+
+    mode: str
+    world_size: int
+    plan: BucketPlan
+    captures: tuple[CaptureRecord, ...]
+    backwards: Mapping[str, int] = field(default_factory=dict)
+    promise: str = ""
+    divided_by: float | None = None
+    why_not_captured: str = ""
+    updates: str = ""
+    measured: str = ""
+    memory: str = ""
+
+    def __str__(self) -> str:
+        ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
+        lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
+        lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
+        lines += [text for text in (self.updates, self.why_not_captured, self.measured, self.promise) if text]
+        lines.append(str(self.plan))
+        for number, record in enumerate(self.captures):
+            lines.append(f"captured backward {number}: {record}")
+        lines += [self.memory] if self.memory else []
+        return in_columns("\n".join(lines))
 
 
 def report(module: nn.Module) -> Report:
@@ -37,20 +81,48 @@ def report(module: nn.Module) -> Report:
     if distributed.is_reduced_by_torch(unwrap(module)) and not is_replicated(module):
         return Report("torch's own DDP (ddp_python_hook=False)", dist.get_world_size(), BucketPlan(()), ())
     replica = replica_of(module)
-    hook = replica.called_hook
-    why = "" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}"
+    hook, seen, took = replica.called_hook, _measured.get(replica), ""
+    if seen is not None:
+        waited = f", {format_ms(seen.exposed_s)} of them waiting for buckets" if seen.buckets else ""
+        took = f"backward: {format_ms(seen.backward_s)}{waited}, {seen.source}, on rank {seen.rank}"
     return Report(
         replica.mode,
         replica.group.world_size,
         replica.plan,
         tuple(replica.history.captures.values()),
         dict(replica.history.backwards),
-        "" if replica.planning.certificate is None else _promise(replica, replica.planning.certificate),
-        measured=_measured(replica),
+        _promise(replica),
+        measured=took,
         divided_by=replica.group.averaging.divide_by,
-        why_not_captured=why,
+        why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
         updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
         memory=_kept_memory(replica),
+    )
+
+
+def _promise(replica: Replica) -> str:
+    """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
+    certificate = replica.planning.certificate
+    if certificate is None:
+        return ""
+    is_assumed = replica.planning.ready.basis == ASSUMED
+    work = "as the parameters' elements" if is_assumed else "estimated from the captured graph"
+    return (
+        f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}\n"
+        f"  if the backward took as long as the communication: predicted end {certificate.promise}; with the length "
+        f"that was measured: explain()\n  work of the backward: {work}\n"
+        f"  planned for an all-reduce that takes {certificate.cost}"
+    )
+
+
+def _kept_memory(replica: Replica) -> str:
+    memory = replica.state.bucket_memory
+    if not memory.kept:
+        return ""
+    which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
+    return (
+        f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
+        f"{count(memory.buckets, 'bucket')}{'' if replica.plan.keeps_memory else which}"
     )
 
 
@@ -68,57 +140,6 @@ def step_of(module: nn.Module) -> Step:
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."
         )
-    return step_of_replica(replica)
-
-
-def explain(module: nn.Module) -> Explanation:
-    """What bounds the step of a replicated module, what is exposed and why, and what would help. Print it.
-
-    Figures are predictions from the plan; what `measure()` saw is shown with them. If nothing was measured the first
-    line says so.
-
-    Raises:
-        UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
-    """
-    return explanation_of(step_of(module))
-
-
-def _kept_memory(replica: Replica) -> str:
-    memory = replica.state.bucket_memory
-    if not memory.kept:
-        return ""
-    which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
-    return (
-        f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
-        f"{count(memory.buckets, 'bucket')}{'' if replica.plan.keeps_memory else which}"
-    )
-
-
-def _promise(replica: Replica, certificate: Certificate) -> str:
-    """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
-    is_assumed = replica.planning.ready.basis == ASSUMED
-    work = "as the parameters' elements" if is_assumed else "estimated from the captured graph"
-    return "\n".join(
-        [
-            f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}",
-            f"  if the backward took as long as the communication: predicted end {certificate.promise}; with the "
-            "length that was measured: explain()",
-            f"  work of the backward: {work}",
-            f"  planned for an all-reduce that takes {certificate.cost}",
-        ]
-    )
-
-
-def _measured(replica: Replica) -> str:
-    seen = measured.get(replica)
-    if seen is None:
-        return ""
-    waited = f", {format_ms(seen.exposed_s)} of them waiting for buckets" if seen.buckets else ""
-    return f"backward: {format_ms(seen.backward_s)}{waited}, {seen.source}, on rank {seen.rank}"
-
-
-def step_of_replica(replica: Replica) -> Step:
-    """The same of a replica, with what is known so far."""
     latest = next(reversed(replica.history.captures.values()), None)
     cost, cost_source = _cost(replica)
     return Step(
@@ -135,11 +156,23 @@ def step_of_replica(replica: Replica) -> Step:
         placements=latest.placements if latest else (),
         refusals=latest.refusals if latest else (),
         backwards=tuple(replica.history.backwards.items()),
-        measured=measured.get(replica),
+        measured=_measured.get(replica),
         optimizers=tuple(
             record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
         ),
     )
+
+
+def explain(module: nn.Module) -> Explanation:
+    """What bounds the step of a replicated module, what is exposed and why, and what would help. Print it.
+
+    Figures are predictions from the plan; what `measure()` saw is shown with them. If nothing was measured the first
+    line says so.
+
+    Raises:
+        UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+    """
+    return explanation_of(step_of(module))
 
 
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
@@ -152,3 +185,74 @@ def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
     if group.measured is not None:
         return group.measured, "measured on such ranks, in factors of two"
     return group.cost, f"{NOMINAL} for {group.backend}, not measured"
+
+
+@dataclass(eq=False, slots=True)
+class Measurement:
+    """The result of `measure`, complete when its block ends.
+
+    `step`: the one with the median backward, `None` if none was measured. `backwards`: each of them, in order.
+    `not_measured`: why synchronised backwards in the block were not measured, and how many.
+    """
+
+    step: MeasuredStep | None = None
+    backwards: tuple[MeasuredStep, ...] = ()
+    not_measured: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def why_not(self) -> str:
+        """Why some backwards were not measured; empty if all were."""
+        reasons = [f"{count(times, 'backward')}: {reason}" for reason, times in self.not_measured.items()]
+        if not reasons and self.step is None:
+            return "no synchronised backward has ended inside the block"
+        return "; ".join(reasons)
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return f"nothing was measured: {self.why_not}"
+        step = self.step
+        later = sum(step.is_after(bucket.wait_s) for bucket in step.buckets)
+        waited_s, buckets = step.exposed_s - step.exposed_later_s, count(len(step.buckets) - later, "bucket")
+        text = f"{step.source}: backward {format_ms(step.backward_s)}, of it {format_ms(waited_s)} waits for {buckets}"
+        text += f" and {format_ms(step.updates_s)} updates" if step.updates_s else ""
+        text += f"; after it {format_ms(step.exposed_later_s)} for {count(later, 'bucket')}" if later else ""
+        text += f" and {format_ms(step.gather_s)} for all-gathers of parameters" if step.gather_s else ""
+        return f"{text}; not measured: {self.why_not}" if self.why_not else text
+
+
+@contextlib.contextmanager
+def measure(module: nn.Module) -> Iterator[Measurement]:
+    """Measure this rank's synchronised backwards inside the block with torch.profiler; train about five steps there.
+
+    Afterwards `step_of(module).measured` is the one with the median backward. Times are the host's for parameters on
+    the CPU, those of kernels on a GPU, and what the profiler costs is in them. Nothing is compiled again and no other
+    rank is asked, so one rank may measure alone. What an optimizer defers to the next forward is measured there, if
+    that is in the block. Backwards are measured that are captured and compiled already, or reduced by eager hooks. If
+    none was, a warning says why, and `step_of(module).measured` stays as it was.
+
+    Raises:
+        UnsupportedModuleError: the module is not replicated, reduces no gradient, or a profiler records already.
+    """
+    replica, measurement = replica_of(module), Measurement()
+    if not replica.state.reduces_gradients:
+        raise UnsupportedModuleError(
+            "measure() times reductions; no gradient of this module is reduced. Use torch.profiler."
+        )
+    if autograd.profiler_is_on():
+        raise UnsupportedModuleError(
+            "torch.profiler is active already, in another measure() block or in your code; a process can run only one. "
+            "Leave its block first, or read its trace: dp_compile.insight.profile.with_profile(step_of(model), file)."
+        )
+    on_gpu = replica.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:
+        yield measurement
+    steps, measurement.not_measured = measured_steps(
+        events_of(recorded), replica.plan, replica.module.number, in_flight=replica.has_in_flight()
+    )
+    if not steps:
+        logger.warning("%s", measurement)
+        return
+    source = f"measured by dp_compile.measure(), median of {count(len(steps), 'backward')}"
+    measurement.backwards = tuple(replace(step, source=source, rank=dist.get_rank()) for step in steps)
+    measurement.step = _measured[replica] = typical_step(measurement.backwards)
+    logger.info("%s", measurement)

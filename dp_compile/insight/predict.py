@@ -22,8 +22,6 @@ from dp_compile.plan.words import count, in_columns
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LINK_INSIDE: Final = "nvlink4"
 """What joins the ranks of a node in a prediction for two levels of network."""
-LAUNCH_S: Final = LAUNCH_US * 1e-6
-"""The part of a collective's latency that does not grow with the ranks: as in `Link.cost`."""
 
 
 class Prediction(NamedTuple):
@@ -86,7 +84,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
 
 def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, str]:
     """What a collective costs on so many ranks of a link, and where that is from."""
-    inside = step.ranks_inside
+    inside = max((bucket.key.reduction.ranks_inside for bucket in step.plan.buckets), default=1)
     if ranks == 1:
         return AllReduceCost(0.0, 0.0), "one rank reduces nothing"
     if inside > 1 and (ranks <= inside or ranks % inside):
@@ -107,19 +105,16 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
 
 
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
-    """What a collective costs on more or fewer ranks of the same link.
+    """What a collective costs on more or fewer ranks of the same link, at least 2: one rank has no link.
 
-    Latency of a hop and bus bandwidth follow from the straight line of one group by `ring_or_tree`;
-    `LAUNCH_S` of the latency is not of hops. On two levels nodes keep their size, `ranks_inside`.
-
-    Raises:
-        ConfigError: `from_ranks` is less than 2: one rank has no link.
+    Latency of a hop and bus bandwidth follow from the straight line of one group by `ring_or_tree`; `LAUNCH_US` of the
+    latency does not grow with the ranks, as in `Link.cost`. On two levels nodes keep their size, `ranks_inside`.
     """
     require_integer("from_ranks", from_ranks, 2)
     if to_ranks == 1:
         return AllReduceCost(0.0, 0.0)
     lines = [line(ring_or_tree, ranks, launch_s=1.0, hop_s=1.0, busbw=1.0) for ranks in (from_ranks, to_ranks)]
-    hops, launch_s, between = [each.alpha_s - 1.0 for each in lines], min(LAUNCH_S, cost.alpha_s), cost.between
+    hops, launch_s, between = [each.alpha_s - 1.0 for each in lines], min(LAUNCH_US * 1e-6, cost.alpha_s), cost.between
     if between is not None and from_ranks > ranks_inside:
         between = extrapolated(between, from_ranks=from_ranks // ranks_inside, to_ranks=to_ranks // ranks_inside)
     alpha_s = launch_s + (cost.alpha_s - launch_s) * hops[1] / hops[0]
@@ -141,10 +136,8 @@ def sent_in(step: Step, dtype: str) -> Step:
             return gradient
         return replace(gradient, itemsize=BYTES[dtype], key=gradient.key._replace(reduction=reduction), sent=())
 
-    layout, buckets = Layout(ALIGNMENT_BYTES), []
-    for bucket in step.plan.buckets:
-        gradients = [change(member.gradient) for member in bucket.members]
-        buckets.append(layout.bucket(gradients))
+    layout = Layout(ALIGNMENT_BYTES)
+    buckets = (layout.bucket([change(member.gradient) for member in bucket.members]) for bucket in step.plan.buckets)
     plan = replace(step.plan, buckets=tuple(buckets))
     return step if plan.gradients == step.plan.gradients else _with_plan(step, plan)
 
@@ -154,10 +147,10 @@ def replanned(step: Step, cap_mb: float | None = None) -> Step:
     layout = Layout(ALIGNMENT_BYTES)
     gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
     ready = replace(step.ready, backward_s=step.backward_s)
-    if cap_mb is not None:
-        planned = plan_fixed(gradients, cap_mb, layout)
-    else:
+    if cap_mb is None:
         planned = plan_optimal(gradients, step.cost, ready, layout)
+    else:
+        planned = plan_fixed(gradients, cap_mb, layout)
     if step.left:
         planned = plan_crossing(planned, ready, step.cost, layout if cap_mb is None else None, lanes=step.backend.lanes)
     return _with_plan(step, planned.plan)

@@ -39,24 +39,18 @@ from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
 COMPILED_IN_IT: Final = "code was compiled in it"
-SEVERAL_MODULES: Final = "it is of several replicated modules, whose compute cannot be separated"
 IN_FLIGHT: Final = "updates of it were in flight when the block ended"
-OTHER_PLAN: Final = "it is of another plan or module"
-NOT_WHOLE: Final = "not every bucket was launched and waited for in the trace; is it a CUDA graph?"
-
 _HOW: Final = (
     "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took."
 )
 _US: Final = 1e-6
-_ON_GPU: Final = "gpu_user_annotation"
-"""torch's copies of our ranges, drawn above the kernels that were launched in them."""
+_ON_GPU: Final = "gpu_user_annotation"  # torch's copies of our ranges, above the kernels that were launched in them
 _RANGE: Final = re.compile(r"dp_compile::modules? ([\d, ]+) (?:bucket (\d+) \((.*)\) )?(\w+)")
 _KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS: Final = ("cuda_runtime", "cuda_driver")
-_ON_DEVICE: Final = (*_KERNELS, *_CALLS)
 _REGION, _OPTIMIZER = "Torch-Compiled Region", "Optimizer.step#"
+# How events begin that count; kernels and their calls do too. A trace has an event for each op.
 _NAMED: Final = ("dp_compile::module", "gloo:", "c10d::allreduce", _REGION, _OPTIMIZER)
-"""How events begin that count; kernels and their calls do too. A trace has an event for each op."""
 
 
 def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketPlan | Step) -> MeasuredStep:
@@ -84,29 +78,20 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
 
 
 def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
-    """The same step with what a trace measured.
-
-    Raises:
-        ConfigError: see `measured_step`.
-    """
+    """The same step with what a trace measured; raises as `measured_step`."""
     return replace(step, measured=measured_step(trace, step))
 
 
 def measured_steps(
-    events: Sequence[Event], plan: BucketPlan, module: int | None = None, *, in_flight: bool = False
+    events: Iterable[Event], plan: BucketPlan, module: int | None = None, *, in_flight: bool = False
 ) -> tuple[list[MeasuredStep], Counter[str]]:
     """The backwards of a module in a trace, in order, and why others were not measured.
 
-    Args:
-        events: of the trace, in order.
-        plan: the module's.
-        module: its number; `None`: the one module whose buckets are those of the plan.
-        in_flight: what the last backward has deferred was not waited for in the trace.
-
-    Raises:
-        ConfigError: several modules have this plan.
+    `module`: its number; `None`: the one whose buckets are those of the plan; several such are a `ConfigError`.
+    `in_flight`: what the last backward has deferred was not waited for in the trace.
     """
-    ranges = list(_ranges(events))
+    in_order = sorted(events, key=lambda event: (event.begin_us, -event.end_us))  # of equal begins the longer first
+    ranges = list(_ranges(in_order))
     expected = {(number, members_in_short(bucket)) for number, bucket in enumerate(plan.buckets)}
     buckets = defaultdict[int, set[tuple[int, str]]](set)
     for each in ranges:
@@ -116,20 +101,20 @@ def measured_steps(
     if len(fitting) > 1:
         raise ConfigError(f"modules {fitting} of the trace have this plan. Profile a loop with one of them.")
     backwards = [each for each in ranges if each.what == BACKWARD and (not fitting or each.modules.issuperset(fitting))]
-    timeline = _Timeline(events, [each for each in ranges if each.modules == set(fitting)], len(plan.buckets))
+    timeline = _Timeline(in_order, [each for each in ranges if each.modules == set(fitting)], len(plan.buckets))
     steps, skipped, since_us = list[MeasuredStep](), Counter[str](), -math.inf
     for each, after in zip_longest(backwards, backwards[1:]):
         until_us = math.inf if after is None else after.event.begin_us
         inside = [other for other in timeline.ranges if each.event.spans(other.event)]
-        step, why_not = None, NOT_WHOLE
+        step, why_not = None, "not every bucket was launched and waited for in the trace; is it a CUDA graph?"
         if len(each.modules) > 1:
-            why_not = SEVERAL_MODULES
+            why_not = "it is of several replicated modules, whose compute cannot be separated"
         elif after is None and in_flight:
             why_not = IN_FLIGHT
         elif any(other.what == COMPILE for other in inside):
             why_not = COMPILED_IN_IT
         elif not fitting or not {other.bucket for other in inside if other.bucket} <= expected:
-            why_not = OTHER_PLAN
+            why_not = "it is of another plan or module"
         else:
             step = timeline.step(each.event, since_us, until_us)
         since_us = each.event.end_us
@@ -282,22 +267,12 @@ def _outermost(spans: Iterable[Event]) -> list[Event]:
     return kept
 
 
-def events_of(recorded: profile) -> list[Event]:
+def events_of(recorded: profile) -> Iterator[Event]:
     """Of a profiler in this process."""
-    return _in_order(
-        Event(name, category, begin_ns / 1e3, end_ns / 1e3, thread, correlation)
-        for name, category, begin_ns, end_ns, thread, correlation in autograd.recorded_events(recorded, _counts)
-        if category != _ON_GPU
-    )
-
-
-def _counts(name: str) -> bool:
-    return name.startswith(_NAMED)
-
-
-def _in_order(events: Iterable[Event]) -> list[Event]:
-    """By their begin; of equal ones the longer first."""
-    return sorted(events, key=lambda event: (event.begin_us, -event.end_us))
+    found = autograd.recorded_events(recorded, lambda name: name.startswith(_NAMED))
+    for name, category, begin_ns, end_ns, thread, correlation in found:
+        if category != _ON_GPU:
+            yield Event(name, category, begin_ns / 1e3, end_ns / 1e3, thread, correlation)
 
 
 def _events(data: Mapping[str, Any]) -> list[Event]:
@@ -307,13 +282,13 @@ def _events(data: Mapping[str, Any]) -> list[Event]:
             category = each.get("cat", "")
             if each.get("ph") != "X" or category == _ON_GPU:
                 continue
-            if category in _ON_DEVICE or _counts(each["name"]):
+            if category in (*_KERNELS, *_CALLS) or each["name"].startswith(_NAMED):
                 begin_us, thread = float(each["ts"]), (each.get("pid"), each.get("tid"))
                 end_us, correlation = begin_us + float(each.get("dur", 0.0)), each.get("args", {}).get("correlation")
                 found.append(Event(each["name"], category, begin_us, end_us, thread, correlation))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"not a trace of torch.profiler: {error!r}. Give a file of export_chrome_trace.") from error
-    return _in_order(found)
+    return found
 
 
 def _read(path: Path) -> Any:

@@ -22,14 +22,13 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
-from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
+from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, release_time_bound
 from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradients
 
 STEP_VERSION: Final = 4
-NOMINAL: Final = "nominal"
-"""How a cost's source begins if the link was not measured."""
+NOMINAL: Final = "nominal"  # how a cost's source begins if the link was not measured
+# Of an element of a parameter, by its dtype.
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
-"""Of an element of a parameter, by its dtype."""
 
 
 def format_ms(seconds: float) -> str:
@@ -37,9 +36,6 @@ def format_ms(seconds: float) -> str:
     ms = seconds * 1e3
     digits = "0" if abs(ms) < 5e-7 else f"{ms:,.0f}" if abs(ms) >= 99.95 else f"{ms:#.3g}"
     return f"{digits if abs(ms) < 5e-7 or abs(ms) >= 1e-4 else '<0.0001'} ms"
-
-
-# --- measured -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class MeasuredStep:
         """Whether a moment is after the backward."""
         return moment_s is not None and moment_s >= self.backward_s
 
-    def lasted(self, what: str, *, after: bool) -> float:
+    def _lasted(self, what: str, *, after: bool) -> float:
         """How long something that follows reductions took, in the backward or `after` it."""
         return sum(each.seconds for each in self.follows if each.what == what and self.is_after(each.start_s) == after)
 
@@ -112,12 +108,12 @@ class MeasuredStep:
     @property
     def updates_s(self) -> float:
         """How long updates took in the backward."""
-        return self.lasted(UPDATE, after=False)
+        return self._lasted(UPDATE, after=False)
 
     @property
     def gather_s(self) -> float:
         """How long all-gathers of updated parameters took after the backward, or the next forward waited for them."""
-        return self.lasted(GATHER, after=True)
+        return self._lasted(GATHER, after=True)
 
     @property
     def compute_s(self) -> float:
@@ -141,7 +137,7 @@ class MeasuredStep:
     @property
     def end_s(self) -> float:
         """The end of the backward and of what follows it, without the next forward."""
-        return self.backward_s + self.lasted(UPDATE, after=True) + self.gather_s
+        return self.backward_s + self._lasted(UPDATE, after=True) + self.gather_s
 
 
 def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
@@ -166,24 +162,14 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     )
 
 
-# --- a step ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a replicated module.
 
-    Args:
-        mode: what reduces, as in `Report.mode`.
-        strategy: where buckets end.
-        plan: the buckets, made from the ready times `ready`.
-        cost: what one collective costs, as the plan was made or would be judged; `cost_source`: where that is from.
-        memory: the simulated peak of the captured backward.
-        placements: where gradients were computed.
-        refusals: what passes left alone.
-        backwards: how many backwards went which way.
-        measured: what was measured, if anything was.
-        optimizers: those that update in the backward.
+    `mode`: what reduces. `strategy`: where buckets end. `plan`: made from the ready times `ready`. `cost`: of one
+    collective, as the plan was made or would be judged; `cost_source`: where that is from. `memory`: the simulated peak
+    of the captured backward. `placements`: where gradients were computed. `refusals`: what passes left alone.
+    `backwards`: how many went which way. `optimizers`: those that update in the backward.
     """
 
     mode: str
@@ -202,22 +188,10 @@ class Step:
     measured: MeasuredStep | None = None
     optimizers: tuple[OptimizerRecord, ...] = ()
 
-    # What is known of the step
-
     @property
     def is_timed(self) -> bool:
         """Whether the length of the backward was measured or given; else it is assumed, and times are shares of it."""
         return self.ready.backward_s is not None or self.measured is not None
-
-    @property
-    def ranks_inside(self) -> int:
-        """Ranks of a node, where some bucket is reduced on two levels of network; else 1."""
-        return max((bucket.key.reduction.ranks_inside for bucket in self.plan.buckets), default=1)
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        """What carries stages at the same time: one link, or on two levels of network those inside and between."""
-        return links_of(member.loads for bucket in self.plan.buckets for member in bucket.members)
 
     @property
     def left(self) -> frozenset[int]:
@@ -237,8 +211,6 @@ class Step:
 
     def _sharded(self) -> list[OptimizerRecord]:
         return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
-
-    # Predicted times
 
     @property
     def backward_s(self) -> float:
@@ -306,8 +278,6 @@ class Step:
         gradients = [member for bucket in self.ready_members() for member in bucket]
         return release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s) + self._gather_s(1)
 
-    # For the models of the network
-
     def ready_members(self) -> list[list[ReadyGradient]]:
         """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
         backward_s, left = self.backward_s, self.left  # each adds up something of every gradient
@@ -320,20 +290,9 @@ class Step:
     def jobs(self) -> list[Job]:
         """The buckets as jobs of the network."""
         members = [member for bucket in self.ready_members() for member in bucket]
-        ends = list(accumulate(len(bucket.members) for bucket in self.plan.buckets))
-        buckets = tuple(tuple(range(start, end)) for start, end in pairwise([0, *ends]))
+        ends = accumulate((len(bucket.members) for bucket in self.plan.buckets), initial=0)
+        buckets = tuple(tuple(range(start, end)) for start, end in pairwise(ends))
         return jobs_of(members, buckets, self.cost)
-
-    def crossing_jobs(self) -> tuple[CrossingJob, ...]:
-        """The buckets as jobs of a network that works under the next forward too."""
-        given = self.ready, self.cost, self.backward_s
-        jobs = (
-            CrossingJob.of(bucket, *given, forward_s=self.forward_s, crosses=number in self.left)
-            for number, bucket in enumerate(self.plan.buckets)
-        )
-        return tuple(job._replace(ready_s=0.0) if _is_of_flags(job.bucket) else job for job in jobs)
-
-    # Files
 
     def to_json(self) -> str:
         data: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE}
@@ -345,11 +304,7 @@ class Step:
 
     @staticmethod
     def from_json(text: str) -> Step:
-        """What `to_json` wrote.
-
-        Raises:
-            ConfigError: not JSON, of another version, or a field is missing, unknown or not allowed.
-        """
+        """What `to_json` wrote in this version; else a `ConfigError`."""
         try:
             data = dict(json.loads(text))
             if (version := data.pop("version")) == STEP_VERSION:
@@ -372,7 +327,7 @@ def _measured(given: dict[str, Any]) -> MeasuredStep:
 
 
 _AS_THEY_ARE: Final = tuple("mode strategy world_size device cost_source backwards".split())
-_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # by field what makes it of the JSON
     "backend": lambda given: Backend(**given),
     "plan": BucketPlan.from_dict,
     "ready": lambda given: ReadyTimes.from_json(json.dumps(given)),
@@ -384,14 +339,9 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "measured": lambda given: given and _measured(given),
     "optimizers": lambda given: tuple(OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in given),
 }
-"""By field what makes it of the JSON."""
-
-
-# --- predicted buckets ----------------------------------------------------------------------------------------------
 
 
 def _is_of_flags(bucket: Bucket) -> bool:
-    """Whether it carries nothing else."""
     return all(member.gradient.name == UNUSED_FLAGS for member in bucket.members)
 
 
@@ -413,17 +363,20 @@ class PlannedBucket(NamedTuple):
 def planned_buckets(step: Step) -> list[PlannedBucket]:
     """The predicted timeline: a link carries one stage at a time, in the order of the launches.
 
-    The next forward follows at once; updates are not counted.
-
-    Source: the models of `plan/network.py` (MG-WFBP, arXiv 1912.09268) and `plan/crossing.py`.
+    The next forward follows at once; updates are not counted. Source: the models of `plan/network.py` (MG-WFBP, arXiv
+    1912.09268) and `plan/crossing.py`.
     """
-    if not step.left:
+    left = step.left
+    if not left:
         return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
+    jobs = []
+    for number, bucket in enumerate(step.plan.buckets):
+        given = bucket, step.ready, step.cost, step.backward_s
+        job = CrossingJob.of(*given, forward_s=step.forward_s, crosses=number in left)
+        jobs.append(job._replace(ready_s=0.0) if _is_of_flags(bucket) else job)
     return [
-        PlannedBucket(each.ready_s, each.start_s, each.finish_s, each.waited_s, (), each.needed_s)
-        if number in step.left
-        else PlannedBucket(each.ready_s, each.start_s, each.finish_s, each.waited_s)
-        for number, each in enumerate(arrivals(step.crossing_jobs()))
+        PlannedBucket(*each[:3], each.waited_s, needed_s=each.needed_s if number in left else None)
+        for number, each in enumerate(arrivals(jobs))
     ]
 
 
@@ -435,6 +388,5 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
         if bucket.key.reduction.is_scattered:
             nbytes = sum(member.gradient.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
             read = 1 - max(step.ready.of(member.gradient) for member in bucket.members)
-            needed_s = from_s + step.forward_s * read
-            jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))
+            jobs.append(CrossingJob(bucket, from_s, from_s + step.forward_s * read, step.cost.seconds(nbytes) / 2))
     return arrivals(in_order_of_need(jobs))

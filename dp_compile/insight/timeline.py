@@ -13,24 +13,15 @@ from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.ranges import GATHER
-from dp_compile.insight.step import (
-    MeasuredStep,
-    Step,
-    format_ms,
-    gathers_under_the_forward,
-    planned_buckets,
-)
+from dp_compile.insight.step import MeasuredStep, Step, format_ms, gathers_under_the_forward, planned_buckets
+from dp_compile.plan.network import links_of
 from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE
 from dp_compile.plan.words import count, format_bytes
 
-PLANNED: Final = "planned"
-MEASURED: Final = "measured"
-COMPUTE: Final = "compute"
-EXPOSED: Final = "exposed"
-NETWORK: Final = "network"
+PLANNED, MEASURED = "planned", "measured"
+COMPUTE, EXPOSED, NETWORK = "compute", "exposed", "network"
 LINK_LANES: Final = {INSIDE: "network inside", BETWEEN: "network between"}
-LANES: Final = (COMPUTE, EXPOSED, NETWORK, *LINK_LANES.values())
-"""From top to bottom."""
+LANES: Final = (COMPUTE, EXPOSED, NETWORK, *LINK_LANES.values())  # from top to bottom
 
 
 class Event(NamedTuple):
@@ -55,7 +46,8 @@ def events_of(step: Step) -> list[Event]:
 
 
 def _planned(step: Step) -> Iterator[Event]:
-    buckets, several, exposed = planned_buckets(step), len(step.links) > 1, []
+    buckets, exposed = planned_buckets(step), []
+    several = len(links_of(member.loads for bucket in step.plan.buckets for member in bucket.members)) > 1
     for number, each in enumerate(buckets):
         for link, start_s, finish_s, waited_s in each.stages or ((WHOLE, *each[1:4]),):
             lanes = [lane for name, lane in LINK_LANES.items() if link in (name, WHOLE)] if several else [NETWORK]
@@ -141,8 +133,6 @@ def _time(step: Step, seconds: float) -> str:
     return format_ms(seconds) if step.is_timed else f"{100 * seconds / (step.backward_s or 1.0):.3g}%"
 
 
-# --- a trace --------------------------------------------------------------------------------------------------------
-
 FIRST_PID: Final = 5_000_001
 """Above any process id that Linux gives (4,194,304), so that a trace can be merged with one of torch.profiler."""
 
@@ -160,27 +150,21 @@ def timeline_trace(step: Step) -> dict[str, Any]:
                 trace.append(
                     {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
                 )
-        for event in events:
-            if event.view == view:
-                times = {"ts": _us(event.start_s - zero_s), "dur": _us(event.end_s - event.start_s)}
-                place = {"ph": "X", "cat": "dp_compile", "pid": pid, "tid": LANES.index(event.lane)}
-                trace.append({"name": event.name} | place | times | {"args": _args(step, event, zero_s)})
+        for event in (event for event in events if event.view == view):
+            args: dict[str, Any] = {}
+            if event.bucket is not None and event.launch_s is not None:
+                bucket, launched_us = step.plan.buckets[event.bucket], _us(event.launch_s - zero_s)
+                args = {"bytes": bucket.nbytes, "key": str(bucket.key), "launched_us": launched_us}
+                args["members"] = [member.gradient.name for member in bucket.members]
+            times = {"ts": _us(event.start_s - zero_s), "dur": _us(event.end_s - event.start_s)}
+            place = {"ph": "X", "cat": "dp_compile", "pid": pid, "tid": LANES.index(event.lane)}
+            trace.append({"name": event.name} | place | times | {"args": args})
     return {"displayTimeUnit": "ms", "otherData": {"dp_compile": list(summaries(step))}, "traceEvents": trace}
 
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
-
-def _args(step: Step, event: Event, zero_s: float) -> dict[str, Any]:
-    if event.bucket is None or event.launch_s is None:
-        return {}
-    bucket = step.plan.buckets[event.bucket]
-    args: dict[str, Any] = {"bytes": bucket.nbytes, "key": str(bucket.key), "launched_us": _us(event.launch_s - zero_s)}
-    return args | {"members": [member.gradient.name for member in bucket.members]}
-
-
-# --- a picture ------------------------------------------------------------------------------------------------------
 
 _WIDTH, _LEFT, _RIGHT, _BAR, _LINE = 1000.0, 130.0, 980.0, 24.0, 17.0
 _INK, _DIM, _RULE = "#1b1f24", "#59636e", "#d9dee3"
@@ -247,6 +231,6 @@ def _box(step: Step, event: Event, x: float, y: float, scale: float) -> Iterator
     shown = max(width - (1 if width > 3 else 0), 0.8)  # one pixel between neighbours
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{shown:.1f}" height="{_BAR:.0f}"'
     yield f' fill="{_COLOURS.get(event.lane, _NETWORK_COLOUR)}"><title>{escape(about)}</title></rect>'
-    text = next((text for text in (about.partition(":")[0], short) if len(text) * 6.6 < width - 6), None)
-    if text:
+    fitting = [text for text in (about.partition(":")[0], short) if len(text) * 6.6 < width - 6]
+    for text in fitting[:1]:
         yield _text(x + width / 2, y + 16, text, ' fill="#ffffff" text-anchor="middle"')

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,11 +29,56 @@ from dp_compile.plan.cost import link as link_of
 from dp_compile.plan.cost import ring_or_tree
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.replication.replicate import replicate_module, unreplicate
-from dp_compile.testing.golden import assert_text
-from dp_compile.testing.training import Training
+from dp_compile.replication.selection import BucketPolicy
 
 SHOWN: Final = 8
+ACCEPT_VARIABLE: Final = "DP_COMPILE_ACCEPT"
+HOW_TO_ACCEPT: Final = "pytest --dp-compile-accept (or DP_COMPILE_ACCEPT=1)"
 _HINT: Final = "Only a captured backward has a graph. TORCH_LOGS=dp_compile says why it was not captured."
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """With momentum. Its update is linear in the gradient, so that a wrong gradient is seen in the parameter."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training that tests look at. It is pickled, so its functions have to be defined at the top of a module.
+
+    Args:
+        make_model: called after torch's seed is set to `seed`.
+        make_batch: the batch of a rank and a step, by position: values should differ by both, shapes need not.
+        loss_fn: `loss_fn(model, batch)` is the scalar loss.
+        make_optimizer: of the parameters; without it SGD with a learning rate of 0.1 and momentum 0.9.
+        config: of `replicate`, as is the following one. `backend` is not read: each check has an argument for it.
+        bucket_policy: which modules share buckets.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int, int], Any]
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd
+    config: ReplicateConfig = field(default_factory=ReplicateConfig)
+    bucket_policy: BucketPolicy | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("make_model", "make_batch", "loss_fn", "make_optimizer"):
+            value = getattr(self, name)
+            is_function = callable(value) and not (name == "make_model" and isinstance(value, nn.Module))
+            require(is_function, f"Training.{name}", "a function, which each check calls", type(value))
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return self.make_model()
+
+    def loss(self, called: Any, batch: Any) -> torch.Tensor:
+        loss = self.loss_fn(called, batch)
+        if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+            return loss
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UnsupportedModuleError(f"loss_fn must return a scalar that requires a gradient, got {got}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +115,12 @@ class SeenBackward:
 
 def assert_plan(seen: SeenBackward, expected: str | os.PathLike[str]) -> None:
     """Compare the plan with a triple-quoted string, or with a golden file given as a `Path`."""
-    assert_text(seen.plan_text, expected, "plan")
+    _assert_text(seen.plan_text, expected, "plan")
 
 
 def assert_graph(seen: SeenBackward, expected: str | os.PathLike[str]) -> None:
     """Compare the graph after the passes with a triple-quoted string, or with a golden file given as a `Path`."""
-    assert_text(seen.graph_text, expected, "graph")
+    _assert_text(seen.graph_text, expected, "graph")
 
 
 def assert_counts(seen: SeenBackward, **expected: int) -> None:
@@ -99,6 +146,29 @@ def assert_counts(seen: SeenBackward, **expected: int) -> None:
         lines += [f"    ... and {len(parts[name]) - SHOWN} more"] if len(parts[name]) > SHOWN else []
     if wrong:
         raise AssertionError("\n".join(lines))
+
+
+def _assert_text(found: str, expected: str | os.PathLike[str], what: str) -> None:
+    """Compare a text (`what`: plan) with a golden one or its file, or write the file if `DP_COMPILE_ACCEPT` is set."""
+    where, remedy, golden = "in the test", "", expected
+    if not isinstance(golden, str):
+        path = Path(golden)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        if os.environ.get(ACCEPT_VARIABLE, "0") not in ("", "0"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(found, encoding="utf-8")
+            return
+        if not path.exists():
+            raise AssertionError(
+                f"there is no golden file {shown} for the {what} yet. Make it with {HOW_TO_ACCEPT}, read it, and "
+                "commit it."
+            )
+        where, golden = f"in {shown}", path.read_text(encoding="utf-8")
+        remedy = f"\nIf the change is intended: {HOW_TO_ACCEPT}, read what changed in git, and commit it."
+    if found != golden:
+        changes = list(difflib.unified_diff(golden.splitlines(), found.splitlines(), n=1, lineterm=""))[2:]
+        head = f"the {what} is not the one {where} (- expected, + found):"
+        raise AssertionError("\n".join([head, *(f"  {line}" for line in changes)]) + remedy)
 
 
 def backward_of(
@@ -130,10 +200,20 @@ def backward_of(
     strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None)
     if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)
-    recorder = _Recorder()
-    recorders.append(recorder.stage)
+    graphs: list[tuple[str, int, int]] = []  # of each the text after the last pass, its collectives, and their bytes
+
+    def record(name: str, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
+        if name == CAPTURED:  # as Dynamo leaves it, without values
+            graphs.append(("", 0, 0))
+        elif name != TO_INDUCTOR:
+            launches = list(filter(is_collective, graph.nodes))
+            given = (node.all_input_nodes[0] for node in launches if provenance_of(node) is not None)
+            nbytes = sum(each.meta["val"].nbytes for each in given)
+            graphs[-1] = _graph_text(graph, plans), len(launches), nbytes
+
+    recorders.append(record)
     with contextlib.ExitStack() as exits:
-        exits.callback(recorders.remove, recorder.stage)
+        exits.callback(recorders.remove, record)
         for each in (torch.random.fork_rng(devices=[]), fresh_compiler(), inductor.generated_anew()):
             exits.enter_context(each)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -141,9 +221,9 @@ def backward_of(
         with torch.device(on):
             model = training.model().to(on)
         batch = autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
-        replicate_module(model, {}, config=config, needs_values=False, **training.options)
+        replicate_module(model, {}, config=config, needs_values=False, bucket_policy=training.bucket_policy)
         exits.callback(unreplicate, model)
-        return _seen(training, config, model, batch, recorder)
+        return _seen(training, config, model, batch, graphs)
 
 
 @contextlib.contextmanager
@@ -157,7 +237,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def _seen(
-    training: Training, config: ReplicateConfig, model: nn.Module, batch: Any, recorder: _Recorder
+    training: Training, config: ReplicateConfig, model: nn.Module, batch: Any, graphs: list[tuple[str, int, int]]
 ) -> SeenBackward:
     compiled = torch.compile(model, backend=config.backend)
 
@@ -180,9 +260,8 @@ def _seen(
             f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Allow it: find_unused_parameters."
         )
     record = found.captures[-1]
-    graphs = recorder.graphs[-record.graphs :]
     copied = [each for each in record.placements if each.is_copied and each.gradient != UNUSED_FLAGS]
-    texts, collectives, nbytes = zip(*graphs, strict=True)
+    texts, collectives, nbytes = zip(*graphs[-record.graphs :], strict=True)
     traced, graphs_made = (later - before for later, before in zip(end, start, strict=True))
     copied_nbytes = sum(each.nbytes for each in copied) if config.backend == "inductor" else None
     counts = Counts(sum(collectives), sum(nbytes), graphs_made, traced, sum(end) - sum(first), copied_nbytes)
@@ -207,22 +286,6 @@ def _span(bucket: Bucket) -> str:
     return f"{count(len(labels), 'gradient')}: {' + '.join([' .. '.join(ends), *flags])}"
 
 
-class _Recorder:
-    """Keeps the text of each compiled graph after the last pass, its collectives, and bytes that they are given."""
-
-    def __init__(self) -> None:
-        self.graphs: list[tuple[str, int, int]] = []
-
-    def stage(self, name: str, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
-        if name == CAPTURED:  # as Dynamo leaves it, without values
-            self.graphs.append(("", 0, 0))
-        elif name != TO_INDUCTOR:
-            launches = list(filter(is_collective, graph.nodes))
-            given = (node.all_input_nodes[0] for node in launches if provenance_of(node) is not None)
-            nbytes = sum(each.meta["val"].nbytes for each in given)
-            self.graphs[-1] = _graph_text(graph, plans), len(launches), nbytes
-
-
 def _name(node: fx.Node) -> str:
     """What a node is called in the text: `launch 0`, `wait 0`, `bucket 0`; another one by its op."""
     kind = "launch" if is_collective(node) else "wait" if is_wait(node) else "bucket"
@@ -243,9 +306,8 @@ def _graph_text(graph: fx.Graph, plans: Sequence[BucketPlan]) -> str:
         elif is_wait(node):
             line = f"<< {line}"
         elif is_collective(node):
-            given = [_name(each) for each in node.all_input_nodes] + [
-                str(each) for each in node.args[1:2] if isinstance(each, str)
-            ]
+            given = [_name(each) for each in node.all_input_nodes]
+            given += [each for each in node.args[1:2] if isinstance(each, str)]
             line = f">> {_name(node)} = {last_name(node)}({', '.join(given)}): {what}"
         elif node.target is FLAT_BUCKET and provenance is not None:
             replica, number = map(int, provenance.unit.split("."))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dp_compile.testing.golden import ACCEPT_VARIABLE
+from dp_compile.testing.backward import ACCEPT_VARIABLE
 from dp_compile.testing.ranks import Ranks
 
 

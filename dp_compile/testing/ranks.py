@@ -29,7 +29,6 @@ import torch.distributed as dist
 from dp_compile._torch import distributed
 
 AFTER_FIRST_ERROR_S: Final = 15.0
-GLOO_TIMEOUT_S: Final = 60.0
 
 
 def in_gloo_group(rank: int, world_size: int, directory: str) -> None:
@@ -40,7 +39,7 @@ def in_gloo_group(rank: int, world_size: int, directory: str) -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
     store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=GLOO_TIMEOUT_S)
+    timeout = timedelta(minutes=1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -52,8 +51,7 @@ class Ranks:
     """`world_size` processes in one group, which start with the first call and end with the thread that made it.
 
     Args:
-        method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
-            for every test is then cheap.
+        method: as in `multiprocessing`. `forkserver` copies a process with torch: a pool for every test is then cheap.
         begin: `begin(rank, world_size, directory)` is called on each rank before anything else. The file `rankN.log`
             of the directory is shown when the rank dies or hangs.
         environment: of processes that are spawned, in addition to this one's.
@@ -77,9 +75,7 @@ class Ranks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank within `timeout_s`, and return the results by rank.
-
-        Function, arguments and results are pickled.
+        """Call `function(*args)` on every rank within `timeout_s`, and return the results by rank. All are pickled.
 
         Raises:
             RankError: it raised, hung or died on some rank; the pool is stopped.
@@ -132,7 +128,7 @@ class Ranks:
         context: Any = multiprocessing.get_context(self.method)
         self._directory = tempfile.TemporaryDirectory(prefix="dp_compile_ranks_")
         variables = {"OMP_NUM_THREADS": "1", **self._environment}  # torch reads it when the process imports it
-        with mock.patch.dict(os.environ, variables), without_interrupts():
+        with mock.patch.dict(os.environ, variables), _without_interrupts():
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 arguments = rank, self._directory.name, theirs, self._ends_groups
@@ -194,7 +190,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def without_interrupts() -> Iterator[None]:
+def _without_interrupts() -> Iterator[None]:
     """Processes that start now ignore Ctrl-C, which ends them by their parent and not by tracebacks of imports."""
     if threading.current_thread() is not threading.main_thread():
         yield

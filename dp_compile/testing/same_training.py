@@ -20,15 +20,13 @@ from dp_compile.errors import ConfigError, require, require_integer
 from dp_compile.insight.observe import report
 from dp_compile.plan.words import count
 from dp_compile.replication.replicate import replicate, unreplicate
-from dp_compile.testing.backward import fresh_compiler
+from dp_compile.testing.backward import SHOWN, Training, fresh_compiler
 from dp_compile.testing.ranks import Ranks
-from dp_compile.testing.training import Training
 
 RTOL: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-10, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 RTOL_FLOAT32: Final = 1e-4
 """What rounding in another order may make of the largest element over a few steps; a missing reduction is wrong by 1.
 Measured with Inductor (two blocks of width 32, 4 steps): 6e-7 for float32, 0.033 for bfloat16; with `aot_eager` 0."""
-SHOWN: Final = 8
 
 
 class _Difference(NamedTuple):
@@ -102,10 +100,6 @@ def assert_same_training(
     return max(each.relative for each in found)
 
 
-_History = list[tuple[str, int, dict[str, torch.Tensor]]]
-"""Copies of gradients by parameter after each step, and of parameters after the last one."""
-
-
 def _train_both(
     training: Training, steps: int, backend: str | None, rtol: float | None, atol: float
 ) -> tuple[list[_Difference], str]:
@@ -117,7 +111,8 @@ def _train_both(
         ddp = DistributedDataParallel(model, find_unused_parameters=config.may_be_unused, **buffers)
         theirs = _train(training, steps, model, ddp)
         model = training.model()
-        replicate(model, config=config if backend is None else replace(config, backend=backend), **training.options)
+        config = config if backend is None else replace(config, backend=backend)
+        replicate(model, config=config, bucket_policy=training.bucket_policy)
         ours = _train(training, steps, model, model if backend is None else torch.compile(model, backend=backend))
         seen = report(model)
         unreplicate(model)
@@ -126,7 +121,12 @@ def _train_both(
     return wrong, f"{', '.join(seen.backwards)}, reduced by {seen.mode}"
 
 
+_History = list[tuple[str, int, dict[str, torch.Tensor]]]
+
+
 def _train(training: Training, steps: int, model: nn.Module, called: Callable[..., Any]) -> _History:
+    """Copies of gradients by parameter after each step, and of parameters after the last one."""
+
     def copies(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         return {fully_qualified(name): each.detach().clone() for name, each in tensors if each is not None}
 

@@ -75,8 +75,7 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token(tokens) + self.position(positions)
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))

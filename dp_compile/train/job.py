@@ -36,12 +36,10 @@ from dp_compile.train.gpt import GPT, GPTConfig
 
 HEAD_WIDTH: Final = 32
 CONTEXT: Final = 128
-BATCH_SIZE: Final = 8
-"""Sequences per rank."""
+BATCH_SIZE: Final = 8  # sequences per rank
 EVALUATE_EVERY: Final = 100
 HELD_OUT_WINDOWS: Final = 128
-COMPILE_STEPS: Final = 2
-"""Steps that may compile, left out of step times: the first compiles, the second may recompile."""
+COMPILE_STEPS: Final = 2  # left out of step times: the first compiles, the second may recompile
 MEASURED_STEPS: Final = 10
 LONGEST_S: Final = 7 * 24 * 3600.0
 
@@ -58,16 +56,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, both `int64[batch, CONTEXT]`; the targets are the inputs one token later."""
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
 def launch(options: argparse.Namespace) -> int:
-    """Run the job as one rank under torchrun, else start its ranks on this machine. Returns the exit status.
-
-    Raises:
-        ConfigError: options do not fit each other or torchrun.
-        DPCompileError: a rank failed; with its number.
-    """
+    """Run the job as one rank under torchrun, else start its ranks on this machine. Returns the exit status."""
     require(options.width % HEAD_WIDTH == 0, "--width", f"a multiple of {HEAD_WIDTH}", options.width)
     for other, given in {"--check": options.check, "--comm-hook": options.comm_hook}.items():
         require(options.mp is None or not given, "--mp", f"without {other}", options.mp)
@@ -110,9 +100,6 @@ def _join(meet_at: str, rank: int, ranks: int, local_rank: int, local_ranks: int
         timeout=timedelta(minutes=10),
         device_id=device if device.type == "cuda" else None,
     )
-
-
-# --- the training ---------------------------------------------------------------------------------------------------
 
 
 def train(options: argparse.Namespace) -> bool:
@@ -173,11 +160,11 @@ def _steps(
 
 
 def replicate_config(options: argparse.Namespace) -> dp_compile.ReplicateConfig:
-    if options.mp is None:
-        return dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb)
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # it loads all of FSDP
+    policy = None
+    if options.mp is not None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # it loads all of FSDP
 
-    policy = MixedPrecisionPolicy(DTYPES[options.mp], output_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(DTYPES[options.mp], output_dtype=torch.float32)
     return dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb, mp_policy=policy)
 
 
@@ -188,14 +175,14 @@ def make_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One step, as a user writes it. Returns the loss of this rank's batch, in nats per token."""
+def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """One step, as a user writes it."""
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()  # waits for an accelerator, so that steps can be timed
+    loss.item()  # waits for an accelerator, so that steps can be timed
 
 
 @torch.no_grad()
@@ -230,23 +217,16 @@ def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> b
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-# --- the data -------------------------------------------------------------------------------------------------------
-
 _SKIPPED: Final = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 
 
-def load_corpus(root: Path | None = None) -> tuple[torch.Tensor, ...]:
-    """Training and held-out text as `uint8[bytes]`, split by file: the source of Python's standard library.
-
-    Raises:
-        ConfigError: there is too little source at `root`.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+def load_corpus() -> tuple[torch.Tensor, ...]:
+    """Training and held-out text as `uint8[bytes]`, split by file: the source of Python's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
     found = (each for each in root.rglob("*.py") if not _SKIPPED.intersection(each.relative_to(root).parts))
     texts = [each.read_bytes() for each in sorted(found)]  # in the same order on every rank
     held_out = b"".join(texts[9::10])

@@ -18,11 +18,9 @@ import pytest
 from dp_compile.bench import networks, results, runner, suites, workers
 from dp_compile.bench.contract import Trainer
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
-from dp_compile.bench.report import compare
-from dp_compile.bench.results import Cell, ModeResult, Results, environment
-from dp_compile.bench.selfcheck import SelfCheck, measure
+from dp_compile.bench.results import Cell, ModeResult, Results, SelfCheck, compare, environment
 from dp_compile.bench.suites import Suite
-from dp_compile.bench.workers import ranks_of
+from dp_compile.bench.workers import measure, ranks_of
 from dp_compile.bench.workloads import workload
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError

@@ -14,10 +14,9 @@ from torch import nn
 from dp_compile._torch import inductor
 from dp_compile.bench import simulated_group
 from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Workload
-from dp_compile.bench.modes import mode
-from dp_compile.bench.modes.loop import Loop
-from dp_compile.bench.reference import compare
+from dp_compile.bench.modes import Loop, mode
 from dp_compile.bench.simulated_group import SimulatedGroup
+from dp_compile.bench.workers import compare
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost

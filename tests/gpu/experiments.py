@@ -31,11 +31,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import dp_compile
-from dp_compile.bench import reference, simulated_group
+from dp_compile.bench import simulated_group, workers
 from dp_compile.bench.contract import Workload
+from dp_compile.bench.modes import Loop, wrap
 from dp_compile.bench.modes import mode as mode_of
-from dp_compile.bench.modes.loop import Loop
-from dp_compile.bench.modes.peers import wrap
 from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.insight.profile import measured_step, with_profile
 from dp_compile.insight.step import Step
@@ -135,7 +134,7 @@ class Training:
             prepare = (replace(made, backend="aot_eager") if quick else made).prepare
         self.trainer = prepare(workload)
         self.model = getattr(self.trainer, "model", nn.Module())
-        self._batches = reference.batches(workload, task.rank)
+        self._batches = workers.batches(workload, task.rank)
 
     def steps(self, count):
         """Seconds a step."""

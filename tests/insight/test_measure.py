@@ -25,8 +25,7 @@ from dp_compile.cli.main import main
 from dp_compile.config import DUMP_VARIABLE
 from dp_compile.engine.ranges import LAUNCH, WAIT, BucketRanges, members_in_short
 from dp_compile.insight.explain import SHORTEST_S, Explanation, explanation_of
-from dp_compile.insight.measure import Measurement
-from dp_compile.insight.observe import step_of
+from dp_compile.insight.observe import Measurement, step_of
 from dp_compile.insight.predict import predict
 from dp_compile.insight.profile import COMPILED_IN_IT, IN_FLIGHT, measured_step
 from dp_compile.insight.step import MeasuredStep, Step, typical_step

@@ -18,7 +18,7 @@ from torch import nn
 import dp_compile
 from dp_compile import testing
 from dp_compile.plan.flags import MORE
-from dp_compile.testing.golden import ACCEPT_VARIABLE
+from dp_compile.testing.backward import ACCEPT_VARIABLE
 
 WIDTH = 64
 

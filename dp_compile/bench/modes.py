@@ -1,0 +1,386 @@
+"""Ways to train data parallel: this package's, its peers', and the bounds for both."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile._torch import distributed, dynamo, inductor
+from dp_compile.bench.contract import PROBE_LR, SEED, Batch, Mode, Trainer, Workload, imported
+from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
+from dp_compile.errors import require
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.optim import in_backward, synchronize
+from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.words import BYTES_PER_MB
+
+# What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
+OVERLAPPED: Final[Mapping[str, Any]] = {
+    "aten_distributed_optimizations.enable_overlap_scheduling": True,
+    "aten_distributed_optimizations.collective_bucketing": True,
+    "aten_distributed_optimizations.insert_overlap_deps": True,
+    "allow_buffer_reuse": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+BUCKETED: Final[Mapping[str, Any]] = {"bucket_all_reduces_fx": "all"}
+_FUSED: Final[Mapping[str, Any]] = {"_fuse_ddp_communication_passes": ["fuse_ddp_with_concat_op", "schedule_comm_wait"]}
+
+
+# --- the loop that modes share --------------------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    """This process's accelerator if the default process group works on it, else the CPU.
+
+    gloo takes tensors of a GPU too, by way of the CPU; a suite that asks for gloo does not want that timed.
+    """
+    kind = distributed.working_device(None) if dist.is_initialized() else "cpu"
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
+
+
+def build(workload: Workload) -> nn.Module:
+    """The workload's model with the same weights in every mode and rank, on the device, in training mode."""
+    torch.manual_seed(SEED)
+    return workload.build().to(device()).train()
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+class Loop(Trainer):
+    """Forward, backward, the workload's optimizer, gradients set to `None`.
+
+    `wrap` makes of the workload's model what the forward calls. `backward` computes the reduced gradients of a loss.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        wrap: Callable[[nn.Module], Callable[..., torch.Tensor]],
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    ) -> None:
+        self.workload, self.model, self._device = workload, build(workload), device()
+        self._call, self._backward = wrap(self.model), backward
+        self.optimizer = workload.rule.optimizer(trainable(self.model).values(), lr=workload.lr)
+
+    def step(self, batch: Batch) -> None:
+        placed = tuple(each.to(self._device, non_blocking=True) for each in batch)
+        self._backward(self.workload.loss(self._call, placed))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """From the parameters before and after one plain step, which is taken back: some modes keep no gradients."""
+        before = {name: each.detach().clone() for name, each in trainable(self.model).items()}
+        groups = [(group, dict(group)) for group in self.optimizer.param_groups]
+        for group, _ in groups:
+            group |= self.workload.rule.plain
+        self.step(batch)
+        for group, given in groups:
+            group |= given
+        after = {name: each.detach() for name, each in self.model.named_parameters()}
+        found = {name: (each - after[name]) / PROBE_LR for name, each in before.items()}
+        for name, each in before.items():
+            after[name].copy_(each)
+        self.optimizer.state.clear()
+        return found
+
+
+# --- this package ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ours(Mode):
+    """`torch.compile(dp_compile.replicate(model))`, as the README has it.
+
+    `updates`: `""` by the optimizer after the backward, `"backward"` by `in_backward`, `"forward"` the same with
+    `overlap_forward=True`. With `shard` each rank updates a part, clipped by the norm of all gradients.
+    """
+
+    name: str
+    updates: str = ""
+    shard: bool = False
+    cap_mb: float | None = None
+    backend: str = "inductor"
+
+    def prepare(self, workload: Workload) -> Trainer:
+        defers = self.updates == "forward"
+
+        def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
+            dp_compile.replicate(model, config=ReplicateConfig(bucket_cap_mb=self.cap_mb, backend=self.backend))
+            return torch.compile(model, backend="dp_compile" if defers else self.backend)
+
+        loop = _Replicated(workload, wrap)
+        loop.defers = defers
+        if self.updates:
+            max_norm = 1e9 if self.shard else None  # never reached: the cost of clipping, and the same gradients
+            in_backward(loop.model, loop.optimizer, max_norm, overlap_forward=defers, shard=self.shard)
+        return loop
+
+
+class _Replicated(Loop):
+    def wait(self) -> None:
+        synchronize(self.model)
+
+    def counts(self) -> Mapping[str, int]:
+        report = dp_compile.report(self.model)
+        if not report.captures:
+            return {}
+        last = report.captures[-1]
+        counts = {"graphs": len(report.captures), "collectives": last.collectives, "bytes": report.plan.nbytes}
+        if not last.cached:  # placements of gradients are not known of code from a cache
+            counts["copied bytes"] = sum(each.nbytes for each in last.placements if each.is_copied)
+        return counts
+
+
+# --- torch's ways, and `decent_dp` from PyPI ------------------------------------------------------------------------
+
+
+def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedDataParallel:
+    ids = None if device().type == "cpu" else [device()]
+    return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=cap_mb, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class DDP(Mode):
+    """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`.
+
+    `compiled`: `torch.compile` of it; `DDPOptimizer` breaks the graph where buckets end. `python_reducer`: torch's
+    experimental reducer in its place: hooks that compiled autograd traces, fused by Inductor's `ddp_fusion` and
+    followed by its pass that delays waits.
+    """
+
+    name: str
+    compiled: bool = False
+    python_reducer: bool = False
+    cap_mb: float | None = None
+    backend: str = "inductor"
+
+    def prepare(self, workload: Workload) -> Trainer:
+        if not self.compiled:
+            return Loop(workload, lambda model: wrap(model, self.cap_mb))
+        dynamo.configure_process({"optimize_ddp": "python_reducer" if self.python_reducer else "ddp_optimizer"})
+        if self.python_reducer:
+            inductor.configure_process(_FUSED)
+
+        def captured_backward(loss: torch.Tensor) -> None:
+            with dynamo.CaptureBackward(partial(torch.compile, backend=self.backend)):
+                loss.backward()
+
+        return Loop(
+            workload,
+            lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend),
+            captured_backward if self.python_reducer else torch.Tensor.backward,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Functional(Mode):
+    """`torch.compile` of a model whose parameters reduce their gradient in their own backward: one graph with all.
+
+    SimpleFSDP's data parallelism with `mode="replicate"` (arXiv 2411.00284) on plain tensors: each parameter passes
+    through a function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the
+    overlap on a GPU; on a CPU, where that fails because it asks Triton for bandwidths (torch 2.13), it makes buckets.
+    """
+
+    name: str
+    backend: str = "inductor"
+
+    def prepare(self, workload: Workload) -> Trainer:
+        inductor.configure_process(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
+        return Loop(
+            workload, lambda model: torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
+        )
+
+
+class _ReducedInBackward(nn.Module):
+    """Calls a model with views of its parameters whose gradients are averaged over the default group."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        assert dist.group.WORLD is not None
+        name, backend = distributed.group_name(dist.group.WORLD), distributed.backend_of(None, device().type)
+        reduction = Averaging().reduction(name, backend, dist.get_world_size(), "float32")
+        (stage,) = reduction.stages
+        self.constants = reduction.scale, stage.reduce_op, stage.group
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        reduced = {
+            name: _Reduced.apply(each, *self.constants)  # type: ignore[no-untyped-call]
+            for name, each in self.model.named_parameters()
+            if each.requires_grad
+        }
+        out: torch.Tensor = functional_call(self.model, reduced, inputs)
+        return out
+
+
+class _Reduced(torch.autograd.Function):
+    """A view of a parameter; its gradient is averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, *constants: Any) -> torch.Tensor:
+        ctx.constants = constants
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,) = gradients
+        scale, *stage = ctx.constants
+        return WAIT(ALL_REDUCE(gradient if scale == 1.0 else gradient * scale, *stage)), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class DecentDP(Mode):
+    """`decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager and with 25 MB buckets.
+
+    Each rank takes a local step and averages parameters with its neighbours during the next one. That is another
+    algorithm: only the average over all ranks after the first step is that of DDP. So its `gradients` follow from that
+    average, after one plain step of a copy of the model.
+    """
+
+    name: str = "decent_dp"
+
+    def prepare(self, workload: Workload) -> Trainer:
+        is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
+        require(not is_alone, "mode 'decent_dp'", "on 2 real ranks or more: it averages with neighbours", "one")
+        import_module("loguru").logger.disable("decent_dp")  # it logs each bucket to stderr by default
+        return _Neighbours(workload)
+
+
+class _Neighbours(Trainer):
+    """The trainer: the optimizer runs in hooks of the backward, a bucket at a time."""
+
+    defers = True
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._model = workload, build(workload)
+        self._wrapped = self._wrap(self._model, partial(workload.rule.optimizer, lr=workload.lr))
+
+    def step(self, batch: Batch) -> None:
+        self._loss(self._wrapped, batch).backward()
+
+    def wait(self) -> None:
+        for work in self._wrapped._comm_ops:
+            if work is not None:
+                work.wait()
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        probe = copy.deepcopy(self._model)
+        parameters = trainable(probe)
+        before = {name: each.detach().clone() for name, each in parameters.items()}
+        wrapped = self._wrap(probe, partial(self._workload.rule.optimizer, **self._workload.rule.plain))
+        self._loss(wrapped, batch).backward()
+        with torch.no_grad():
+            self._loss(wrapped, batch)  # the second forward takes the first step
+            wrapped.global_avg(will_revert=False)
+        return {name: (before[name] - each.detach()) / PROBE_LR for name, each in parameters.items()}
+
+    def _wrap(self, model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> Any:
+        kind = import_module("decent_dp.ddp").DecentralizedDataParallel
+        return kind(model, optim_fn=lambda named: make([each for _, each in named]), topology="complete")
+
+    def _loss(self, call: Any, batch: Batch) -> torch.Tensor:
+        return self._workload.loss(call, tuple(each.to(device(), non_blocking=True) for each in batch))
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bound(Mode):
+    """Gradients are not reduced.
+
+    `compute`: plain `torch.compile`, for one rank the reference of every mode. `comm`: all-reduces of as many bytes as
+    the gradients have, in buffers of `cap_mb`, issued at once; no model. `oracle`: compiled forward, these all-reduces,
+    compiled backward, wait, optimizer: no schedule of the backward can start its all-reduces earlier. Processor time
+    of communication, and of a backward concurrent with it, is included.
+    """
+
+    name: str
+    communicates: bool
+    computes: bool
+    cap_mb: float = DEFAULT_CAP_MB
+    backend: str = "inductor"
+    is_bound: bool = True
+
+    def prepare(self, workload: Workload) -> Trainer:
+        buffers: list[torch.Tensor] = []
+
+        def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
+            if self.communicates:
+                count = sum(each.nbytes for each in trainable(model).values()) // 4
+                zeros = torch.zeros(count, device=device())  # whose sums are zeros, too
+                buffers.extend(zeros.split(max(1, int(self.cap_mb * BYTES_PER_MB) // 4)))
+            return torch.compile(model, backend=self.backend)
+
+        def around(compute: Callable[[], None]) -> None:
+            works = [dist.all_reduce(each, async_op=True) for each in buffers]
+            compute()
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        loop = Loop(workload, wrap, lambda loss: around(lambda: loss.backward()))
+        return loop if self.computes else _AllReduces(lambda: around(lambda: None))
+
+
+@dataclass(slots=True)
+class _AllReduces(Trainer):
+    reduce: Callable[[], None]
+
+    def step(self, batch: Batch) -> None:
+        self.reduce()
+
+
+# --- by name --------------------------------------------------------------------------------------------------------
+
+_ALL: Final[tuple[Mode, ...]] = (
+    Ours("ours"),
+    Ours("ours:in_backward", "backward"),
+    Ours("ours:crossing", "forward"),
+    Ours("ours:sharded", "backward", shard=True),
+    Ours("ours:sharded_crossing", "forward", shard=True),
+    DDP("ddp"),
+    DDP("ddp_compiled", compiled=True),
+    DDP("python_reducer", compiled=True, python_reducer=True, cap_mb=DEFAULT_CAP_MB),
+    Functional("functional"),
+    DecentDP(),
+    Bound("compute", False, True),
+    Bound("comm", True, False),
+    Bound("oracle", True, True),
+)
+MODES: Final[Mapping[str, Mode]] = MappingProxyType({kind.name: kind for kind in _ALL})
+
+
+def mode(name: str) -> Mode:
+    """One of `MODES`, with another bucket cap in MiB as `NAME:MIB`; or a user's, `package.module:function`."""
+    base, _, argument = name.rpartition(":")
+    kind: Any = MODES.get(name) or MODES.get(base)
+    if base.split(":")[0] in MODES and name not in MODES:
+        least = 1.0 if base == "ddp_compiled" else 0.0
+        cap_mb = float(argument) if re.fullmatch(r"\d+(\.\d*)?", argument) else 0.0
+        has_cap = hasattr(kind, "cap_mb") and base != "compute" and cap_mb > 0 and cap_mb >= least
+        require(has_cap, f"mode {name!r}", "one with buckets, and a number of MiB, for 'ddp_compiled' >= 1", argument)
+        kind = replace(kind, name=name, cap_mb=cap_mb)
+    if kind is None:
+        known = f"one of {', '.join(MODES)}, some of them with a bucket cap, 'NAME:MIB', or 'package.module:function'"
+        require(bool(base), "a mode", known, name)
+        kind = imported(name, Mode)
+    found: Mode = kind
+    return found
