@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -365,7 +364,7 @@ _ALL: Final[tuple[Mode, ...]] = (
     Bound("comm", True, False),
     Bound("oracle", True, True),
 )
-MODES: Final[Mapping[str, Mode]] = MappingProxyType({kind.name: kind for kind in _ALL})
+MODES: Final[Mapping[str, Mode]] = {kind.name: kind for kind in _ALL}
 
 
 def mode(name: str) -> Mode:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -132,7 +131,7 @@ _ALL: Final = (
     _classifier("huge-embedding", partial(BagOfWords, XLM_R_VOCABULARY, 128, 16), _texts, 16),
     _gpt("tiny-gpt", GPTConfig(vocabulary=32, context=16, width=16, layers=1, heads=2), 2, 8),
 )
-WORKLOADS: Final[Mapping[str, Workload]] = MappingProxyType({each.name: each for each in _ALL})
+WORKLOADS: Final[Mapping[str, Workload]] = {each.name: each for each in _ALL}
 
 
 def workload(name: str) -> Workload:

@@ -34,7 +34,6 @@ from dp_compile.replication.selection import BucketPolicy
 SHOWN: Final = 8
 ACCEPT_VARIABLE: Final = "DP_COMPILE_ACCEPT"
 HOW_TO_ACCEPT: Final = "pytest --dp-compile-accept (or DP_COMPILE_ACCEPT=1)"
-_HINT: Final = "Only a captured backward has a graph. TORCH_LOGS=dp_compile says why it was not captured."
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -253,7 +252,8 @@ def _seen(
     end = compiler.captures(), compiler.compiled_graphs()
     found = report(model)
     if not found.captures:
-        raise UnsupportedModuleError(f"the backward was not captured but ran as {', '.join(found.backwards)}. {_HINT}")
+        hint = "Only a captured backward has a graph. TORCH_LOGS=dp_compile says why it was not captured."
+        raise UnsupportedModuleError(f"the backward was not captured but ran as {', '.join(found.backwards)}. {hint}")
     unused = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
     if unused and not config.may_be_unused:  # found by flags, which have no values on the meta device
         raise UnsupportedModuleError(
