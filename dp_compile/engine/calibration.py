@@ -58,8 +58,8 @@ QUICK_REPETITIONS: Final = 5
 QUICK_S: Final = 0.1
 """So many seconds, and no larger size follows, where the measurement was not asked for."""
 
-WORST_FIT: Final = 0.3
-"""A larger mean deviation from the line: other work disturbs the measurement, and it is not remembered."""
+WORST_SPREAD: Final = 0.3
+"""`CostFit.spread` above it: other work disturbs the measurement, and it is not remembered."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost]] = WeakKeyDictionary()
 """What was measured, by the type of device."""
@@ -143,7 +143,7 @@ class _Sweep:
             fits += [self._fit([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
         whole, *two = (found.cost for found in fits)
         cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
-        return CostFit(cost, residual=max(found.residual for found in fits))
+        return CostFit(cost, max(found.residual for found in fits), max(found.spread for found in fits))
 
     def _fit(self, stages: Sequence[Stage]) -> CostFit:
         parts = math.lcm(*(stage.parts for stage in stages))
@@ -152,14 +152,17 @@ class _Sweep:
         for _ in range(SWEEPS):  # every rank fits the same samples, so all of them stop or go on
             spent_s = 0.0
             for nbytes in sizes:
-                slowest = torch.tensor(self.typical(self._times_s(nbytes, stages)), device=self.device)
+                times = self._times_s(nbytes, stages)
+                spread = statistics.median(times) / min(times) - 1
+                slowest = torch.tensor([self.typical(times), spread], device=self.device)
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group.process_group)
-                samples.append((nbytes, slowest.item()))
-                spent_s += (1 + self.repetitions) * slowest.item()
+                taken_s, spread = slowest.tolist()
+                samples.append((nbytes, taken_s))
+                spent_s += (1 + self.repetitions) * taken_s
                 if spent_s > self.limit_s:
                     break
             with suppress(TimesDoNotGrow):
-                return fit(samples)
+                return fit(samples)._replace(spread=spread)
         times_ms = [taken * 1e3 for _, taken in samples]
         raise ConfigError(
             f"no bandwidth could be fitted: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took "
@@ -226,8 +229,8 @@ def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
     except ConfigError as error:
         logger.info("the cost of the link stays nominal: %s", error)
         return None
-    if found.residual > WORST_FIT:
-        logger.info("the cost of the link stays nominal: times are %.0f %% off any line", 100 * found.residual)
+    if found.spread > WORST_SPREAD:
+        logger.info("the cost of the link stays nominal: times of one size differ by %.0f %%", 100 * found.spread)
         return None
     return _in_bins(found.cost)
 

@@ -25,7 +25,7 @@ from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import finalize_plans
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.passes.estimates import Accumulation, ready_shares
+from dp_compile.passes.estimates import Accumulation, Shares, ready_shares
 from dp_compile.plan.planner import ASSUMED, ESTIMATED, ReadyTimes
 
 logger = logging.getLogger("dp_compile.capture")
@@ -138,10 +138,11 @@ class CapturedBackward:
         if not awaited and (not assumed or binding in self._compiled):
             return False
         estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
-        shares: dict[Replica, dict[int, float]] = {}
-        for (ordinal, index), share in estimates.items():
-            shares.setdefault(replicas[ordinal], {})[index] = share
-        times = {replica: ReadyTimes(found, None, ESTIMATED) for replica, found in shares.items()}
+        times = dict[Replica, ReadyTimes]()
+        for position, replica in enumerate(replicas):
+            if found := {index: each for (ordinal, index), each in estimates.items() if ordinal == position}:
+                ready, own = ({index: each[place] for index, each in found.items()} for place in (0, 1))
+                times[replica] = ReadyTimes(ready, None, ESTIMATED, own)
         finalize_plans(synced, times)
         for replica in assumed:
             if (
@@ -178,7 +179,7 @@ def estimates_of(
     sizes: Any,
     scalars: Any,
     hooks: Any,
-) -> dict[GradientId, float]:
+) -> dict[GradientId, Shares]:
     """When the gradients of a backward are ready, from its graph; nothing if it does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.

@@ -22,10 +22,11 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
+from dp_compile.plan.crossing import jobs_of as crossing_jobs
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, release_time_bound
 from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradients
 
-STEP_VERSION: Final = 4
+STEP_VERSION: Final = 5
 NOMINAL: Final = "nominal"  # how a cost's source begins if the link was not measured
 # Of an element of a parameter, by its dtype.
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
@@ -363,20 +364,19 @@ class PlannedBucket(NamedTuple):
 def planned_buckets(step: Step) -> list[PlannedBucket]:
     """The predicted timeline: a link carries one stage at a time, in the order of the launches.
 
-    The next forward follows at once; updates are not counted. Source: the models of `plan/network.py` (MG-WFBP, arXiv
+    What may end under the next forward shares the link, as many buckets at a time as the backend has lanes. The next
+    forward follows at once; updates are not counted. Source: the models of `plan/network.py` (MG-WFBP, arXiv
     1912.09268) and `plan/crossing.py`.
     """
     left = step.left
     if not left:
         return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
-    jobs = []
-    for number, bucket in enumerate(step.plan.buckets):
-        given = bucket, step.ready, step.cost, step.backward_s
-        job = CrossingJob.of(*given, forward_s=step.forward_s, crosses=number in left)
-        jobs.append(job._replace(ready_s=0.0) if _is_of_flags(bucket) else job)
+    buckets = step.plan.buckets
+    given = buckets, step.ready, step.cost, step.backward_s
+    jobs = crossing_jobs(*given, forward_s=step.forward_s, left=[buckets[number] for number in left])
     return [
         PlannedBucket(*each[:3], each.waited_s, needed_s=each.needed_s if number in left else None)
-        for number, each in enumerate(arrivals(jobs))
+        for number, each in enumerate(arrivals(jobs, lanes=step.backend.lanes))
     ]
 
 

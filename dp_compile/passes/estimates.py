@@ -7,7 +7,7 @@ other down is not modelled: tensor parallel is mostly inside a node, where a red
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,8 +40,18 @@ class Accumulation(NamedTuple):
     adds: bool
 
 
-def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[float]:
-    """For each accumulation of a graph the share of the graph's work that stands before it.
+class Shares(NamedTuple):
+    """Of a gradient, as shares of the graph's work: when it is ready, and the work that nothing but it needs.
+
+    Ready if gradients are launched in the order of the graph: what only later ones need comes after (`overlap.py`).
+    """
+
+    ready: float
+    own: float
+
+
+def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[Shares]:
+    """For each accumulation of a graph when its gradient is ready.
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
     Patterson, CACM 2009); FLOPs as torch's flop counter has them. Of a collective it is what memory moves while a
@@ -50,21 +60,46 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
     if not accumulations:
         return []
     at = {each.node: each for each in accumulations}
-    done, before, after = 0.0, dict[fx.Node, float](), dict[fx.Node, float]()
-    for node in accumulations[0].node.graph.nodes:
+    nodes = list(accumulations[0].node.graph.nodes)
+    position = {node: place for place, node in enumerate(nodes)}
+    # Compute does not move around collectives of the model (`overlap.py`).
+    only = {} if any(map(is_collective, nodes)) else _only_for(nodes, at)
+    shared, shared_until, own = 0.0, dict[fx.Node, float](), dict.fromkeys(at, 0.0)
+    for node in nodes:
+        work = 0.0
         if node in at:
             gradient = values.get(at[node].gradient)
-            adding = 3 * _nbytes(gradient) if at[node].adds and isinstance(gradient, torch.Tensor) else 0.0
-            done += adding
-            # A DTensor comes after all that the backward computes, but no code waits for more than its parts.
-            parts = dynamo.parts_of_subclass(at[node].gradient)
-            before[node] = max(after[each] for each in parts) + adding if parts else done
+            work = 3.0 * _nbytes(gradient) if at[node].adds and isinstance(gradient, torch.Tensor) else 0.0
         elif is_collective(node):
-            done += _sending(node, values)
+            work = _sending(node, values)
         elif node.op in ("call_function", "call_method"):
-            done += _work(node, values)
-        after[node] = done
-    return [before[each.node] / done if done else 1.0 for each in accumulations]
+            work = _work(node, values)
+        if (gradient_of := only.get(node)) is None:
+            shared += work
+        else:
+            own[gradient_of] += work
+        shared_until[node] = shared
+    total = shared + sum(own.values())
+
+    def made(each: Accumulation) -> int:
+        # A DTensor comes after all that the backward computes, but no code waits for more than its parts.
+        return max(map(position.__getitem__, dynamo.parts_of_subclass(each.gradient) or [each.node]))
+
+    found, launched = dict[fx.Node, Shares](), 0.0
+    for each in sorted(accumulations, key=made):
+        launched += own[each.node]
+        work = shared_until[nodes[made(each)]] + launched
+        found[each.node] = Shares(work / total, own[each.node] / total) if total else Shares(1.0, 0.0)
+    return [found[each.node] for each in accumulations]
+
+
+def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+    """For each node the one accumulation that needs it; `None`: several do, or something else of the graph."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    for node in reversed(nodes):
+        needed_by = {found[user] for user in node.users}
+        found[node] = node if node in accumulations else needed_by.pop() if len(needed_by) == 1 else None
+    return found
 
 
 def _sending(node: fx.Node, values: Values) -> float:

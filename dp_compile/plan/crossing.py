@@ -2,8 +2,11 @@
 
 A step has two halves. In the backward gradients become ready from the last layer to the first; the next forward reads
 parameters from the first to the last. In the order in which gradients are ready, as is best if all has to end in the
-backward, the first layer is updated last, and the forward waits for everything. So of the buckets that are ready the
-one that is read first goes first (earliest deadline first); what is read late travels under the forward.
+backward, the first layer is updated last, and the forward waits for everything. Two kinds of orders are tried:
+
+    of the buckets that are ready the one that is read first: good where the network is always busy
+    some buckets as they are ready, then all others as they are read: the backward computes what the first layers'
+    gradients need sooner, and the products that only later ones need while those are sent
 
     step = backward + forward + what the forward waits        >=  max(backward + forward, communication)
 
@@ -15,7 +18,7 @@ opposite order of that in which gradients become ready.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -31,6 +34,9 @@ FORWARD_SHARE: Final = 0.5
 PARTS: Final = (4, 6, 8, 12, 16, 24, 32)
 """Into how many buckets of about one size gradients are divided, each tried."""
 
+SPLITS: Final = 8
+"""How many numbers of buckets are tried that go as they are ready, before all others as they are read."""
+
 SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 """How many times as long as believed the network may take, for the same backward."""
 
@@ -42,8 +48,9 @@ def plan_crossing(
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
 
-    What is taken is the best in the worst case, over networks half to twice as fast as believed. Where `planned` has a
-    certificate, so has what comes back: of backward and next forward together.
+    What is taken is the best on average over networks half to twice as fast as believed; in the worst case every order
+    is far from the bound. Where `planned` has a certificate, so has what comes back: of backward and next forward
+    together.
 
     Args:
         planned: for a step whose reductions end in the backward.
@@ -63,11 +70,11 @@ def plan_crossing(
     for parts in PARTS if layout is not None and total else ():
         candidates.append(_of_size(gradients, total / parts, layout or PACKED))
     orders = [
-        in_order_of_need(jobs, slower, lanes)
-        for jobs in (tuple(Job.of(bucket, times, cost, backward_s) for bucket in each) for each in candidates)
-        for slower in SPEEDS
+        jobs_of(order, times, cost, backward_s)
+        for buckets in candidates
+        for order in _orders(jobs_of(buckets, times, cost, backward_s), lanes)
     ]
-    best = min(orders, key=lambda order: (worst_ratio(order, backward_s, lanes), len(order)))
+    best = min(orders, key=lambda order: (sum(ratios(order, backward_s, lanes)), len(order)))
     first = (layout or PACKED).bucket([flags])
     buckets, certificate = (first, *(job.bucket for job in best)), planned.certificate
     if certificate is not None:
@@ -76,10 +83,20 @@ def plan_crossing(
             cost=cost,
             makespan_s=step_seconds(best, backward_s, lanes=lanes),
             bound_s=bound_seconds(best, backward_s),
-            worst_ratio=worst_ratio(best, backward_s, lanes),
+            worst_ratio=max(ratios(best, backward_s, lanes)),
             crosses=True,
         )
     return PlanResult(replace(planned.plan, buckets=buckets), certificate)
+
+
+def _orders(jobs: Sequence[Job], lanes: int) -> dict[tuple[Bucket, ...], None]:
+    """Of jobs in the order in which they are ready, each order once."""
+    by_need = sorted(jobs, key=lambda job: job.needed_s)
+    found = [in_order_of_need(jobs, slower, lanes) for slower in SPEEDS]
+    for split in range(SPLITS):
+        first = jobs[: len(jobs) * split // SPLITS]
+        found.append((*first, *(job for job in by_need if job not in first)))
+    return dict.fromkeys(tuple(job.bucket for job in order) for order in found)
 
 
 def why_not_left(bucket: Bucket) -> str:
@@ -105,21 +122,31 @@ class Job(NamedTuple):
     needed_s: float
     seconds: float
 
-    @staticmethod
-    def of(
-        bucket: Bucket,
-        times: ReadyTimes,
-        cost: AllReduceCost,
-        backward_s: float,
-        *,
-        forward_s: float | None = None,
-        crosses: bool = True,
-    ) -> Job:
-        """`forward_s`: how long the forward takes, if that is known. One that does not cross is needed before it."""
-        last = max(times.of(member.gradient) for member in bucket.members)
+
+def jobs_of(
+    order: Sequence[Bucket],
+    times: ReadyTimes,
+    cost: AllReduceCost,
+    backward_s: float,
+    *,
+    forward_s: float | None = None,
+    left: Container[Bucket] | None = None,
+) -> tuple[Job, ...]:
+    """Buckets that are launched in this order.
+
+    Args:
+        forward_s: how long the forward takes, if that is known.
+        left: those that may cross; the others are needed before the forward. `None`: all may.
+    """
+    forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
+    ready = times.launches([member.gradient for member in bucket.members] for bucket in order)
+    jobs = []
+    for share, bucket in zip(ready, order, strict=True):
+        read = 1 - max(times.of(member.gradient) for member in bucket.members)
+        needed_s = backward_s + (forward_s * read if left is None or bucket in left else 0.0)
         seconds = sum(leg.seconds for leg in legs_of([member.loads for member in bucket.members], cost))
-        forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
-        return Job(bucket, backward_s * last, backward_s + forward_s * (1 - last) * crosses, seconds)
+        jobs.append(Job(bucket, backward_s * share, needed_s, seconds))
+    return tuple(jobs)
 
 
 class Carried(NamedTuple):
@@ -171,10 +198,10 @@ def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, l
     return backward_s * (1 + FORWARD_SHARE) + max(0.0, late_s)
 
 
-def worst_ratio(order: Sequence[Job], backward_s: float, lanes: int = 1) -> float:
-    """The largest step, over the bound that no order can be below, of all `SPEEDS`."""
-    bounds = {slower: bound_seconds(order, backward_s, slower) for slower in SPEEDS}
-    return max(step_seconds(order, backward_s, slower, lanes) / (bound or 1.0) for slower, bound in bounds.items())
+def ratios(order: Sequence[Job], backward_s: float, lanes: int = 1) -> list[float]:
+    """The step over the bound that no order can be below, for each of `SPEEDS`."""
+    bounds = ((slower, bound_seconds(order, backward_s, slower)) for slower in SPEEDS)
+    return [step_seconds(order, backward_s, slower, lanes) / (bound or 1.0) for slower, bound in bounds]
 
 
 def bound_seconds(jobs: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:

@@ -13,7 +13,7 @@ import json
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, groupby, pairwise, product
 from typing import Final, NamedTuple
@@ -57,25 +57,47 @@ SLACK: Final = 1e-10
 class ReadyTimes:
     """When each gradient is ready, as a share of the backward without the reductions of gradients.
 
-    `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s`: the length of that
-    backward in seconds, if it is known.
+    `shares` by the gradient's index, if they are launched as they become ready; one that is not listed is ready at the
+    end. `own`: what of the backward nothing but this gradient needs, as the product that makes a weight's.
+    `backward_s` is the length of that backward in seconds, `None` if it is not known.
     """
 
     shares: Mapping[int, float]
     backward_s: float | None
     basis: str
+    own: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
 
+    def launches(self, buckets: Iterable[Iterable[GradientSpec]]) -> list[float]:
+        """When each bucket can be launched, in this order, as a share of the backward.
+
+        Compute comes last to what no launch needs yet (`passes/overlap.py`). So ahead of a launch is what several
+        gradients need up to the last one in it or before it, and what each of these alone needs.
+        """
+        in_order = sorted(self.shares, key=self.shares.__getitem__)
+        own = accumulate(self.own.get(index, 0.0) for index in in_order)
+        shared = {index: self.shares[index] - before for index, before in zip(in_order, own, strict=True)}
+        all_shared = 1.0 - sum(self.own.values())
+        shares, until, alone = list[float](), 0.0, 0.0
+        for bucket in buckets:
+            for gradient in bucket:
+                if gradient.name != UNUSED_FLAGS:  # a captured backward knows them when it begins
+                    until = max(until, shared.get(gradient.index, all_shared))
+                    alone += self.own.get(gradient.index, 0.0)
+            shares.append(until + alone)
+        return shares
+
     def to_json(self) -> str:
-        return json.dumps({"shares": list(self.shares.items()), "backward_s": self.backward_s, "basis": self.basis})
+        lists = {"shares": list(self.shares.items()), "own": list(self.own.items())}
+        return json.dumps({**lists, "backward_s": self.backward_s, "basis": self.basis})
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
-        return ReadyTimes(dict(data["shares"]), data["backward_s"], data["basis"])
+        return ReadyTimes(dict(data["shares"]), data["backward_s"], data["basis"], dict(data["own"]))
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:

@@ -187,6 +187,14 @@ def test_a_fit_has_a_latency_and_a_slope_or_says_so():
         fit([(8, 2.0), (16, 1.5), (32, 1.0)])
 
 
+def test_a_fit_of_a_network_that_sends_the_first_bytes_at_once():
+    """Microseconds of gloo on 200 Mbit/s by tc-tbf(8), 2026-11-28. The least deviation from all sizes has 1 GB/s."""
+    taken_us = {2**10: 266, 2**12: 266, 2**14: 307, 2**16: 333, 2**18: 10204, 2**20: 41484}
+    found = fit((nbytes, each * 1e-6) for nbytes, each in taken_us.items()).cost
+    assert found.seconds(25 * 2**20) == pytest.approx(25 * 41484e-6, rel=0.1)
+    assert found.alpha_s == pytest.approx(266e-6, rel=0.2)
+
+
 SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
 
 
@@ -212,4 +220,21 @@ def test_collectives_of_the_model_take_their_time():
     product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
     sent = nominal_cost(GLOO, dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
     total = 2 * product + sent
-    assert found == pytest.approx([product / total, 1.0])
+    assert [each.ready for each in found] == pytest.approx([product / total, 1.0])
+
+
+def test_what_nothing_but_one_gradient_needs():
+    """A product that both need, one that the second needs, and that of each gradient."""
+    grads = [Grad(index=0, shape=(64, 64)), Grad(index=1, shape=(64, 64))]
+
+    def backward(x, y):
+        both = x @ y
+        second = both @ x
+        return [grads[0].reduce(both @ y), grads[1].reduce(second @ y)]
+
+    graph = fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(*torch.randn(2, 64, 64)).graph
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    first, second = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
+    assert first == pytest.approx((0.5, 0.25))  # what the second needs alone comes after its launch
+    assert second == pytest.approx((1.0, 0.5))

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robust_table import table
 
+from dp_compile.plan import crossing
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, GradientSpec, partition_by_size, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, step_seconds, worst_ratio
+from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, ratios, step_seconds
 from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound, release_times
 from dp_compile.plan.planner import (
     CAPS_MB,
@@ -170,8 +171,8 @@ def planned(sizes, cap=1):
     return PlanResult(plan_buckets(every, bucket_cap_mb=cap / 2**20, first_bucket_cap_mb=cap / 2**20))
 
 
-def times(shares, backward_s):
-    return ReadyTimes(dict(enumerate(shares)), backward_s, "said")
+def times(shares, backward_s, own=()):
+    return ReadyTimes(dict(enumerate(shares)), backward_s, "said", dict(enumerate(own)))
 
 
 def members(plan):
@@ -179,9 +180,8 @@ def members(plan):
 
 
 def jobs_with(sizes, shares, backward_s):
-    said = times(shares, backward_s)
     buckets = [PACKED.bucket([gradient(index, size)]) for index, size in enumerate(sizes)]
-    return [Job.of(bucket, said, SECOND_A_BYTE, backward_s) for bucket in buckets]
+    return crossing.jobs_of(buckets, times(shares, backward_s), SECOND_A_BYTE, backward_s)
 
 
 def test_what_is_read_first_goes_first_and_the_flags_alone_before_all():
@@ -189,6 +189,15 @@ def test_what_is_read_first_goes_first_and_the_flags_alone_before_all():
     plan = plan_crossing(planned([40] * 4), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, None).plan
     assert members(plan) == [[4], [0], [2], [3], [1]]
     assert plan.flags.name == UNUSED_FLAGS
+
+
+def test_products_of_later_layers_are_computed_while_the_first_gradient_is_sent():
+    """Of 100 s each gradient needs 10 alone. The last, launched first, is ready after 70 of them, and there at 110."""
+    said, sizes = times([0.25, 0.5, 0.75, 1.0], 100.0, [0.1] * 4), [4, 4, 4, 40]
+    assert said.launches([[gradient(index, 4)] for index in (3, 0, 1, 2)]) == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert members(plan_crossing(planned(sizes), said, SECOND_A_BYTE, None).plan) == [[4], [3], [2], [1], [0]]
+    in_order = plan_crossing(planned(sizes), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, None).plan
+    assert members(in_order)[-1] == [3]
 
 
 def test_buckets_are_cut_smaller_where_that_pays():
@@ -263,7 +272,7 @@ def test_what_is_chosen_is_never_worse_than_what_was_given(sizes, data):
     said, before = times(shares, backward_s), planned(sizes)
     plan = plan_crossing(before, said, SECOND_A_BYTE, PACKED).plan
     now, then = (
-        worst_ratio([Job.of(bucket, said, SECOND_A_BYTE, backward_s) for bucket in buckets], backward_s)
+        sum(ratios(crossing.jobs_of(buckets, said, SECOND_A_BYTE, backward_s), backward_s))
         for buckets in (plan.buckets[1:], [PACKED.bucket([each]) for each in before.plan.gradients[:-1]])
     )
     assert now <= then + 1e-9
