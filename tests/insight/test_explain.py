@@ -157,9 +157,9 @@ def test_the_command(tmp_path, capsys):
     file.write_text(step(0.004).to_json())
     assert main(["explain", str(file), "--buckets"]) == 0
     assert capsys.readouterr().out == f"{explanation_of(step(0.004)).text(verbose=True)}\n"
-    file.write_text(file.read_text().replace('"version": 4', '"version": 7'))
+    file.write_text(file.read_text().replace('"version": 5', '"version": 7'))
     assert main(["explain", str(file)]) == 2
-    assert "version 7 in place of 4" in capsys.readouterr().err
+    assert "version 7 in place of 5" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake_group")
