@@ -142,7 +142,9 @@ class CapturedBackward:
         for position, replica in enumerate(replicas):
             if found := {index: each for (ordinal, index), each in estimates.items() if ordinal == position}:
                 ready, own = ({index: each[place] for index, each in found.items()} for place in (0, 1))
-                times[replica] = ReadyTimes(ready, None, ESTIMATED, own)
+                times[replica] = ReadyTimes(
+                    ready, None, ESTIMATED, own, max(each.backward_s for each in found.values())
+                )
         finalize_plans(synced, times)
         for replica in assumed:
             if (

@@ -59,13 +59,15 @@ class ReadyTimes:
 
     `shares` by the gradient's index, if they are launched as they become ready; one that is not listed is ready at the
     end. `own`: what of the backward nothing but this gradient needs, as the product that makes a weight's.
-    `backward_s` is the length of that backward in seconds, `None` if it is not known.
+    `backward_s` is the length of that backward in seconds, `None` if it is not known; `nominal_s` what it would be on a
+    nominal device.
     """
 
     shares: Mapping[int, float]
     backward_s: float | None
     basis: str
     own: Mapping[int, float] = field(default_factory=dict)
+    nominal_s: float | None = None
 
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
@@ -91,13 +93,14 @@ class ReadyTimes:
 
     def to_json(self) -> str:
         lists = {"shares": list(self.shares.items()), "own": list(self.own.items())}
-        return json.dumps({**lists, "backward_s": self.backward_s, "basis": self.basis})
+        return json.dumps({**lists, "backward_s": self.backward_s, "basis": self.basis, "nominal_s": self.nominal_s})
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
-        return ReadyTimes(dict(data["shares"]), data["backward_s"], data["basis"], dict(data["own"]))
+        shares, own = dict(data["shares"]), dict(data["own"])
+        return ReadyTimes(shares, data["backward_s"], data["basis"], own, data["nominal_s"])
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
