@@ -113,10 +113,6 @@ class Footprint:
     nbytes: Mapping[int, int]
     stay: Collection[int]
 
-    def nbytes_of(self, nodes: Iterable[fx.Node]) -> int:
-        """The bytes of the blocks that these nodes make, each block once."""
-        return sum(self.nbytes[block] for block in {block for node in nodes for block in self.makes[node]})
-
     def peak(self, order: Iterable[fx.Node]) -> int:
         """The most bytes that are alive at once if the graph's nodes run in this order."""
         nodes = list(order)

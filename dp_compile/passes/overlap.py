@@ -184,7 +184,8 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     """
     # Of several stages the first one is given the bucket.
     buckets = {node for launch in launches if not waits_before(launch) for node in launch.all_input_nodes}
-    nbytes = memory.footprint(graph).nbytes_of(buckets)
+    whole = memory.footprint(graph)
+    nbytes = sum(whole.nbytes[block] for block in {block for node in buckets for block in whole.makes[node]})
     without, stack = {*launches, *_handing_back(graph)}, list(buckets)
     while stack:  # what turns gradients into buckets
         node = stack.pop()
