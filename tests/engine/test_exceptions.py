@@ -73,12 +73,14 @@ class Ticks(torch.autograd.Function):
 class Net(nn.Module):
     """The gradients of all layers but the first are ready before the op is called."""
 
-    def __init__(self, ticks=False, norm=False):
+    def __init__(self, ticks=False, norm=False, sparse=False):
         super().__init__()
+        self.rows = nn.Embedding(4, WIDTH, sparse=True) if sparse else None
         self.ticks, self.norm = ticks, nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x):
+        x = x if self.rows is None else x + self.rows(torch.arange(len(x)))
         x = torch.tanh(self.norm(self.layers[0](x)))
         if self.ticks:
             x = Ticks.apply(x)
@@ -95,7 +97,7 @@ def replicated(kind, group, *, ticks):
         options["bucket_cap_mb"] = LAYER_MB
     if kind == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    model = Net(ticks, kind == "buffers")
+    model = Net(ticks, kind == "buffers", kind == "sparse")
     for each in model.layers if kind == "modules" else [model]:
         dp_compile.replicate(each, process_group=group, config=dp_compile.ReplicateConfig(**options))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -283,6 +285,7 @@ SPANNING = [
     Cell("in the compiler", "functional", "captured", False, KeyboardInterrupt),
     Cell("in the forward", "plain", "hooks", False),
     Cell("in a hook of a gradient", "modules", "hooks", False),
+    Cell("in a hook of a gradient", "sparse", "hooks", False),
     Cell("in an op between launches", "modules", "captured", False),
     Cell("in a wait", "buffers", "hooks", False),
 ]
