@@ -37,8 +37,7 @@ def keep_groups():
 
 def full(tensor):
     """All of a tensor on this rank."""
-    result = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return result.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 Orders = dict[tuple[int, ...], list[str]]

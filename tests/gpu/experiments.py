@@ -94,8 +94,7 @@ def open_simulated_group(task, ranks):
 
 def set_cost(cost):
     """What a collective of the simulated network takes from now on."""
-    group = dist.group.WORLD
-    group.cost = cost
+    dist.group.WORLD.cost = cost
 
 
 def synchronize():

@@ -87,12 +87,6 @@ def call(config, model=None, **options):
     )
 
 
-def in_chunks():
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
-
-    return llama3_debugmodel().loss
-
-
 def with_gradients():
     """A loop of one's own that never sets gradients to zero."""
     model = call(titan_jobs.job()).to_empty(device="cpu")
@@ -102,6 +96,8 @@ def with_gradients():
 
 
 def refusals(folder):
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
     job, replicas = titan_jobs.job, "parallelism__data_parallel_replicate_degree"
     gpu = mock.patch("torch.cuda.is_available", return_value=True)
     divided = dp_compile.ReplicateConfig(gradient_divide_factor=2.0)
@@ -118,7 +114,7 @@ def refusals(folder):
         "Linear is none of torchtitan's decoders": lambda: call(job(), nn.Linear(2, 2)),
         "is replicated already": lambda: call(job(), dp_compile.replicate(call(job()))),
         "gradient_divide_factor of replicate_config must be left out": lambda: call(job(), replicate_config=divided),
-        "loss is a ChunkedLossWrapper": lambda: titan_jobs.run(with_ours(job(loss=in_chunks())), folder),
+        "loss is a ChunkedLossWrapper": lambda: titan_jobs.run(with_ours(job(loss=llama3_debugmodel().loss)), folder),
         "at the start of a step (forward 2)": with_gradients,
     }
 

@@ -174,8 +174,7 @@ READERS = {
 
 def averaged_in_place(model):
     PeriodicModelAverager(1).average_parameters([model.layers[1].weight])
-    found = model.get_parameter("layers.1.weight")
-    return found.detach().clone()
+    return model.get_parameter("layers.1.weight").detach().clone()
 
 
 def beside_fake_tensors(model):
@@ -344,8 +343,7 @@ def head_outside():
         both = crossing(Body)
         for number in range(3):
             for model, run in ((both.ours, both.run), (both.theirs, both.run_theirs)):
-                head = model.head
-                nn.functional.linear(run(batch(number)), head.weight, head.bias).square().mean().backward()
+                nn.functional.linear(run(batch(number)), model.head.weight, model.head.bias).square().mean().backward()
             both.step()
             assert left() > 0
         compare(both, exact=False)

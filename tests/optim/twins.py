@@ -88,8 +88,7 @@ class Twins:
         self.backward_of_theirs(number, sync=sync, factor=factor, **options)
 
     def backward_of_theirs(self, number, *, sync=True, factor=1.0, **options):
-        theirs = self.theirs
-        with nullcontext() if sync else theirs.no_sync():
+        with nullcontext() if sync else self.theirs.no_sync():
             self.scaled(1, self.run_theirs(batch(number) * factor)).backward(**options)
 
     def scaled(self, whose, outputs):
