@@ -33,31 +33,23 @@ if TYPE_CHECKING:
 # Where each name lives. A file is loaded when one of its names is first asked for: torch alone takes seconds to import,
 # its compilers as long again, and a process that only reads a step file needs neither.
 _HOME = {
-    "CommunicationError": "errors",
-    "ConfigError": "errors",
-    "DPCompileError": "errors",
-    "DesyncError": "errors",
-    "DistributedDataParallel": "replication.ddp",
-    "FunctionalHook": "comm_hooks.functional",
-    "HookBucket": "comm_hooks.functional",
-    "HookState": "comm_hooks.functional",
-    "UnsupportedModuleError": "errors",
-    "QuantizedHook": "comm_hooks.quantized",
-    "ReductionError": "errors",
-    "ReplicateConfig": "config",
-    "ReplicatedModule": "replication.module",
-    "calibrate": "engine.calibration",
-    "compiled_backward": "engine.backward",
-    "explain": "insight.observe",
-    "join": "replication.join",
-    "measure": "insight.observe",
-    "no_sync": "replication.module",
-    "predict": "insight.predict",
-    "replicate": "replication.replicate",
-    "report": "insight.observe",
-    "step_of": "insight.observe",
-    "unreplicate": "replication.replicate",
-    "warmup": "replication.warmup",
+    name: home
+    for home, names in {
+        "comm_hooks.functional": "FunctionalHook HookBucket HookState",
+        "comm_hooks.quantized": "QuantizedHook",
+        "config": "ReplicateConfig",
+        "engine.backward": "compiled_backward",
+        "engine.calibration": "calibrate",
+        "errors": "CommunicationError ConfigError DPCompileError DesyncError ReductionError UnsupportedModuleError",
+        "insight.observe": "explain measure report step_of",
+        "insight.predict": "predict",
+        "replication.ddp": "DistributedDataParallel",
+        "replication.join": "join",
+        "replication.module": "ReplicatedModule no_sync",
+        "replication.replicate": "replicate unreplicate",
+        "replication.warmup": "warmup",
+    }.items()
+    for name in names.split()
 }
 __all__ = sorted([*_HOME, "optim"])
 

@@ -5,16 +5,16 @@ Sizes in `*_mb` are MiB (2**20 bytes), as in torch's DDP.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.cost import AllReduceCost
 
@@ -33,6 +33,8 @@ DEFAULT_CAP_MB: Final = 25.0
 """Of torch's DDP."""
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_BY_PARAMETER: Final = "param_dtype_override_fn"
+"""Of FSDP2's policy since torch 2.15."""
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -130,11 +132,12 @@ class ReplicateConfig:
             require(is_allowed(getattr(self, name)), name, allowed, getattr(self, name))
         if self.mp_policy is None:
             return
-        is_policy = distributed.is_mixed_precision_policy(self.mp_policy)
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded by the code that made a policy
+        is_policy = fsdp is not None and isinstance(self.mp_policy, fsdp.MixedPrecisionPolicy)
         hint = " For another policy in a part of the module call replicate() on that part first."
         kind = "a torch.distributed.fsdp.MixedPrecisionPolicy"
         require(is_policy, "mp_policy", kind, type(self.mp_policy), hint)
-        if distributed.is_by_parameter(self.mp_policy):
+        if getattr(self.mp_policy, _BY_PARAMETER, None) is not None:
             raise ConfigError(
                 "mp_policy has a param_dtype_override_fn, by which FSDP2 casts each parameter to another dtype. Call "
                 "replicate() first on the part that computes in another dtype, with its policy."
@@ -156,8 +159,19 @@ class ReplicateConfig:
         return policy is not None and not (policy.param_dtype is None and policy.output_dtype is None)
 
     def wire_dtype(self, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
-        """The dtype in which gradients of these parameters travel; `None`: their own."""
-        return None if self.mp_policy is None else distributed.reduce_dtype_of(self.mp_policy, parameters)
+        """The dtype in which gradients of these parameters travel; `None`: their own.
+
+        Without a `reduce_dtype` FSDP2 reduced in `param_dtype` until torch 2.14. Since 2.15 it reduces in the dtype of
+        the parameters, in the promoted one where they differ (pytorch#197203, in one release with pytorch#196626, whose
+        field tells). May go with the last torch that lacks the field.
+        """
+        policy: Any = self.mp_policy
+        if policy is None:
+            return None
+        if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
+            return policy.reduce_dtype or policy.param_dtype  # type: ignore[no-any-return]
+        dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
     @property
     def may_be_unused(self) -> bool:
@@ -165,11 +179,7 @@ class ReplicateConfig:
         return self.find_unused_parameters or self.static_graph
 
     def chosen_strategy(self, *, has_policy: bool) -> str:
-        """Where buckets end: `optimal`, or as `bucket_cap_mb` or `bucket_policy` says.
-
-        Raises:
-            ConfigError: options of different rules are given.
-        """
+        """Where buckets end: `optimal`, or as `bucket_cap_mb` or `bucket_policy` says."""
         asked = {"bucket_cap_mb": "fixed"} if self.bucket_cap_mb is not None else {}
         asked |= {"bucket_policy": "per_module"} if has_policy else {}
         asked |= {"cost": "optimal"} if self.cost is not None else {}
@@ -181,11 +191,7 @@ class ReplicateConfig:
         return next(iter(asked.values()), "optimal")
 
     def uses_python_hook(self) -> bool:
-        """The value of `ddp_python_hook`, or of its environment variable.
-
-        Raises:
-            ConfigError: the variable holds something that is neither yes nor no.
-        """
+        """The value of `ddp_python_hook`, or of its environment variable."""
         if self.ddp_python_hook is not None:
             return self.ddp_python_hook
         text = _variable(HOOK_VARIABLE) or "1"
@@ -202,9 +208,6 @@ def link_source() -> str:
 
     `remembered`, the default: measured once for such ranks, and kept with torch's caches. `measured`: in each process,
     and not kept. `nominal`: the backend's figures.
-
-    Raises:
-        ConfigError: the variable holds something else.
     """
     text = _variable(LINK_VARIABLE) or REMEMBERED
     require(text in (REMEMBERED, "measured", NOMINAL), LINK_VARIABLE, "remembered, measured or nominal", text)
@@ -217,13 +220,8 @@ def dump_directory() -> str | None:
 
 
 def check_parameters_every() -> int | None:
-    """After how many synchronised backwards ranks compare their parameters; 0: never.
-
-    For debugging: the environment variable says. `None`: after 2, 4, 8, ... and each 1,024.
-
-    Raises:
-        ConfigError: the variable holds something else than a number of backwards.
-    """
+    """After how many synchronised backwards ranks compare their parameters; 0: never. For debugging: the environment
+    variable says. `None`: after 2, 4, 8, ... and each 1,024."""
     text = _variable(CHECK_VARIABLE)
     require(not text or text.isdecimal(), CHECK_VARIABLE, "a number of backwards >= 0", text)
     return int(text) if text else None
@@ -234,9 +232,6 @@ def monitor_after_s() -> float | None:
 
     Compilation is not counted; again each time the wait has doubled. The environment variable says, by default 30.
     `None`, as `0` and `off` mean: no monitor, and errors have only what this rank knows.
-
-    Raises:
-        ConfigError: the variable holds no number of seconds.
     """
     text = _variable(MONITOR_VARIABLE) or "30"
     try:
@@ -245,8 +240,3 @@ def monitor_after_s() -> float | None:
         seconds = math.nan
     require(seconds >= 0, MONITOR_VARIABLE, "seconds >= 0 or off", text)
     return seconds or None
-
-
-def has_address(value: object) -> bool:
-    """Whether the repr of a value has a memory address, which differs between ranks."""
-    return re.search(r" at 0x[0-9a-f]+", repr(value)) is not None

@@ -1,15 +1,4 @@
-"""The errors of `dp_compile`. Each says what was given, what is allowed and what to do.
-
-DPCompileError
-├── ConfigError            an option has a value that is not allowed            (also a ValueError)
-├── UnsupportedModuleError            this module cannot be replicated, or not like this   (also a ValueError)
-├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
-├── CommunicationError     other ranks cannot be reached, or did not come        (also a RuntimeError)
-│   └── VoidBackwardError  the backward of a rank failed, and all ranks can go on
-├── ReductionError         a gradient was not reduced exactly once              (also a RuntimeError)
-├── InvalidGraphError      a pass left or found a graph that breaks a contract  (also a RuntimeError)
-└── UnsupportedTorchError  this torch lacks a private name that is needed       (also an ImportError)
-"""
+"""The errors of `dp_compile`. Each says what was given, what is allowed and what to do."""
 
 
 class DPCompileError(Exception):
@@ -49,11 +38,7 @@ class UnsupportedTorchError(DPCompileError, ImportError):
 
 
 def require(condition: bool, name: str, allowed: str, got: object, hint: str = "") -> None:
-    """Refuse a value of an option. Of a class that was `got` the message has the name.
-
-    Raises:
-        ConfigError: the condition does not hold.
-    """
+    """A ConfigError unless the condition holds. Of a class that was `got` the message has the name."""
     if not condition:
         found = got.__name__ if isinstance(got, type) else repr(got)
         raise ConfigError(f"{name} must be {allowed}, got {found}.{hint}")

@@ -97,10 +97,8 @@ def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
 
 
 def _dims_in(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
-    """The dimensions of a slice in its parent; `None`: it is no slice of it.
-
-    By names and ranks: what torch keeps of a DTensor may name an equal mesh, sliced from another one.
-    """
+    """The dimensions of a slice in its parent; `None`: it is no slice of it. By names and ranks: what torch keeps of a
+    DTensor may name an equal mesh, sliced from another one."""
     names, known = mesh.mesh_dim_names or (), parent.mesh_dim_names or ()
     if not names or not set(names) <= set(known) or not torch.equal(parent[names].mesh, mesh.mesh):
         return None

@@ -1,10 +1,10 @@
-"""The autograd engine, and what is on while it runs. Costs nothing to load."""
+"""The autograd engine, and what is on while it runs. Loads no compiler."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,8 @@ with named():
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-    _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    """The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
     _interpreters: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
     _engine_at_import = _Variable._execution_engine  # the names have to be there
@@ -37,11 +38,6 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """How often a tensor has been changed in place. Asked for every parameter twice in a backward: no call of Python."""
 
 
-def note_writes(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that tensors were written to in a way that it does not see: what was saved of them is of no use."""
-    torch.autograd.graph.increment_version(tensors)
-
-
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a device, sizes and strides, and no values."""
     return isinstance(tensor, _FakeTensor)
@@ -53,10 +49,8 @@ def made_like(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 
 class _Door(_Engine):  # type: ignore[misc]
-    """The engine, with a function that is called before it.
-
-    A subclass: Dynamo knows the engine by its class, and other attributes are the engine's.
-    """
+    """The engine, with a function that is called before it. A subclass: Dynamo knows the engine by its class, and other
+    attributes are the engine's."""
 
     def __init__(self, enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
         self.enter = enter
@@ -98,15 +92,9 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     _Variable._execution_engine.queue_callback(callback)
 
 
-graph_task: Final[Callable[[], int]] = _current_graph_task
-"""The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
-
-
 def leaf_behind(node: object) -> torch.Tensor | None:
-    """The leaf whose gradient an autograd node accumulates, if that is what it does.
-
-    By the node's class: functions of users may have an attribute `variable` too.
-    """
+    """The leaf whose gradient an autograd node accumulates, if that is what it does. By the node's class: functions of
+    users may have an attribute `variable` too."""
     return node.variable if type(node) is _AccumulateGrad else None  # type: ignore[attr-defined]
 
 
@@ -117,10 +105,8 @@ def hooks_behind(leaf: torch.Tensor) -> dict[int, Any]:
 
 
 def accumulates(leaf: torch.Tensor) -> object:
-    """The node that accumulates the gradient of a leaf that requires one: the same object while it is alive.
-
-    Where gradients are computed; a microsecond, which is less than torch's own `get_gradient_edge`.
-    """
+    """The node that accumulates the gradient of a leaf that requires one: the same object while it is alive. Where
+    gradients are computed; a microsecond, which is less than torch's own `get_gradient_edge`."""
     return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
@@ -186,8 +172,3 @@ def recorded_events(
         elif not wanted(name):
             continue
         yield name, category, each.start_ns(), each.end_ns(), each.start_thread_id(), each.correlation_id()
-
-
-def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range in the trace of a profiler, if one records; else nothing, at the cost of nothing."""
-    return torch.profiler.record_function(name) if profiler_is_on() else contextlib.nullcontext()

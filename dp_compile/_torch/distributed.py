@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -16,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch.dtensors import local_tensor
-from dp_compile._torch.missing import named
+from dp_compile._torch.missing import loaded, named
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import CLASSES, Backend
 
@@ -25,24 +23,22 @@ with named():
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
-    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-        _abort_process_group,
-        _get_default_group,
-        _get_default_store,
-        _get_process_group_name,
-        _resolve_process_group,
-        _set_pg_timeout,
-        _world,
-    )
-    from torch.distributed.utils import _sync_params_and_buffers
-    from torch.nn.parallel.distributed import (
-        DistributedDataParallel as TorchDDP,  # users may put ours under its public name
-    )
+
+    # Users may put ours under its public name.
+    from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
     # Newer torches warn of the names that older ones have alone.
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+    _c10d: Any = dist.distributed_c10d
+    group_name: Callable[[dist.ProcessGroup], str] = _c10d._get_process_group_name
+    """The name under which functional collectives find a process group."""
+    group_of_name: Callable[[str], dist.ProcessGroup] = _c10d._resolve_process_group
+    default_store: Callable[[], Store] = _c10d._get_default_store
+    set_parameters_to_ignore: Any = TorchDDP._set_params_and_buffers_to_ignore_for_model
+    _get_default_group, _world = _c10d._get_default_group, _c10d._world
+    _abort_process_group, _set_pg_timeout = _c10d._abort_process_group, _c10d._set_pg_timeout
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
 
@@ -50,17 +46,6 @@ _BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.in
 _SENT: Final = frozenset(
     {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
 )
-_BY_PARAMETER: Final = "param_dtype_override_fn"
-
-
-def group_name(group: dist.ProcessGroup) -> str:
-    """The name under which functional collectives find a process group."""
-    return str(_get_process_group_name(group))
-
-
-def group_of_name(name: str) -> dist.ProcessGroup:
-    """The inverse of `group_name`."""
-    return _resolve_process_group(cast(Any, name))
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
@@ -69,7 +54,11 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
     A group may have one backend for each type; the first one if it has none for this type. The name it was made with
     does not count: torch returns `undefined` for a group that `init_process_group()` made without one.
     """
-    found = _backend_object(group or _get_default_group(), device_type)
+    found: Any = group or _get_default_group()
+    types = [each.type for each in found._device_types] if type(found) is dist.ProcessGroup else []
+    if types:  # else a group in Python, which is its own backend
+        found = found._get_backend(torch.device(device_type if device_type in types else types[0]))
+        found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps those of torch
     stated = getattr(found, "dp_compile_backend", None)
     if isinstance(stated, Backend):
         return stated
@@ -85,23 +74,8 @@ def working_device(group: dist.ProcessGroup | None) -> str:
     return "cpu"
 
 
-def _backend_object(group: dist.ProcessGroup, device_type: str) -> Any:
-    """A group in Python is its own backend. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps those of torch."""
-    if type(group) is not dist.ProcessGroup:
-        return group
-    types = [each.type for each in group._device_types]
-    if not types:
-        return group
-    found = cast(Any, group)._get_backend(torch.device(device_type if device_type in types else types[0]))
-    return getattr(found, "wrapped_pg", found)
-
-
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh of any dimensions. Called on every rank of the mesh it is a slice of.
-
-    Raises:
-        ConfigError: it does not have all ranks of the default group, and its dimensions no names.
-    """
+    """The group of all ranks of a mesh of any dimensions. Called on every rank of the mesh it is a slice of."""
     world = dist.group.WORLD
     assert world is not None
     if sorted(mesh.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(world)):
@@ -111,57 +85,24 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh._flatten().get_group()
 
 
-def is_wrap_policy(policy: object) -> bool:
-    """Whether it is an object by which FSDP wraps modules. FSDP is loaded then."""
-    wrap = sys.modules.get("torch.distributed.fsdp.wrap")
-    return wrap is not None and isinstance(policy, wrap._Policy)
+def modules_of_policy(
+    policy: Any, module: nn.Module, ignored: set[nn.Module]
+) -> Mapping[nn.Module, Mapping[str, Any]] | None:
+    """The modules that FSDP wraps by a policy, each with its options; `None` for what is none. Loads FSDP. A policy is
+    an object of `torch.distributed.fsdp.wrap`, or a function with a `recurse` argument."""
+    from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 
-
-def run_wrap_policy(policy: Any, module: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that such a policy names, each with its arguments."""
-    return cast(dict[nn.Module, dict[str, Any]], policy._run_policy(module, ignored, {}))
-
-
-def run_auto_wrap_policy(policy: Callable[..., bool], module: nn.Module, ignored: set[nn.Module]) -> set[nn.Module]:
-    """The modules that FSDP wraps by a policy that is a function with a `recurse` argument."""
-    from torch.distributed.fsdp.wrap import _recursive_wrap  # loads FSDP
-
-    chosen: set[nn.Module] = set()
+    if isinstance(policy, _Policy):
+        return policy._run_policy(module, ignored, {})
+    chosen: dict[nn.Module, dict[str, Any]] = {}
 
     def note(wrapped: nn.Module) -> nn.Module:
-        chosen.add(wrapped)
+        chosen[wrapped] = {}
         return wrapped
 
-    parameters = {parameter for each in ignored for parameter in each.parameters()}
-    _recursive_wrap(module, policy, note, ignored, parameters)
-    return chosen
-
-
-def is_mixed_precision_policy(policy: object) -> bool:
-    """Whether it is FSDP2's `MixedPrecisionPolicy`. Its module was loaded by the code that made one."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(policy, fsdp.MixedPrecisionPolicy)
-
-
-def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """The dtype in which `fully_shard` reduces gradients under a `MixedPrecisionPolicy`; `None`: their own.
-
-    Without a `reduce_dtype` FSDP2 reduced in `param_dtype` until torch 2.14. Since 2.15 it reduces in the dtype of the
-    parameters, in the promoted one where they differ (pytorch#197203, in one release with pytorch#196626, whose field
-    tells). May go with the last torch that lacks the field.
-
-    Args:
-        parameters: what the policy is for; those without a gradient of floating dtype do not count.
-    """
-    if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
-        return cast(torch.dtype | None, policy.reduce_dtype or policy.param_dtype)
-    dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-
-
-def is_by_parameter(policy: Any) -> bool:
-    """Whether a `MixedPrecisionPolicy` gives each parameter its dtype of compute (torch 2.15 and later)."""
-    return getattr(policy, _BY_PARAMETER, None) is not None
+    if callable(policy):
+        _recursive_wrap(module, policy, note, ignored, {each for inner in ignored for each in inner.parameters()})
+    return chosen if callable(policy) else None
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -189,14 +130,8 @@ def end_all_groups() -> None:
         dist.destroy_process_group()
 
 
-def default_store() -> Store:
-    """The key-value store of the default process group."""
-    return _get_default_store()
-
-
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many seconds a collective on tensors of `device` may take; torch's default for a backend that has no such
-    option."""
+    """How many seconds a collective on tensors of `device` may take: torch's default, if its backend has no option."""
     options = getattr(cast(Any, group)._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout.total_seconds()
@@ -208,10 +143,8 @@ def set_timeout(timeout_s: float) -> None:
 
 
 def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
-
-    gloo and NCCL count them; for a backend that does not the answer is always the same.
-    """
+    """How many collectives on tensors of `device` this rank has launched. Only differences mean something. gloo and
+    NCCL count them; for a backend that does not the answer is always the same."""
     try:
         return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
     except RuntimeError:
@@ -219,11 +152,8 @@ def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an error came from a process group or a store.
-
-    gloo's is a plain RuntimeError. It names its source file, but for the one with which an operation that timed out
-    ends all others.
-    """
+    """Whether an error came from a process group or a store. gloo's is a plain RuntimeError. It names its source file,
+    but for the one with which an operation that timed out ends all others."""
     if isinstance(error, dist.DistError):
         return True
     signs = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
@@ -238,27 +168,15 @@ def connect_again(store: Store, timeout_s: float) -> Store:
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
-    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype.
-
-    Of DTensors the parts that the ranks hold, which have to be parts alike. Tensors have the same strides on all ranks.
-    """
+    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype. Of DTensors the
+    parts that the ranks hold, which have to be parts alike. Tensors have the same strides on all ranks."""
     if tensors:
         _broadcast_coalesced(group, list(map(_as_sent, tensors)), bucket_bytes, source)
 
 
-def broadcast_state(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0
-) -> None:
-    """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
-    if tensors:
-        _sync_params_and_buffers(group, list(map(_as_sent, tensors)), bucket_bytes, source)
-
-
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, each element once, in a dtype that every backend copies.
-
-    gloo knows neither 16-bit integers nor float8 (torch 2.13), and an expanded tensor cannot be written to.
-    """
+    """The memory of a tensor, each element once, in a dtype that every backend copies. gloo knows neither 16-bit
+    integers nor float8 (torch 2.13), and an expanded tensor cannot be written to."""
     tensor = local_tensor(tensor)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -267,24 +185,16 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _SENT or same_size is None else tensor.view(same_size)
 
 
-def join_is_on(joinable: Joinable) -> bool:
-    """Whether the latest `Join` context of a joinable is enabled."""
-    return bool(joinable._join_config.enable)
+def join_config(joinable: Joinable) -> Any:
+    """Of the latest `Join` context of a joinable: whether it is `enable`d, and this its `is_first_joinable`. Only the
+    first one meets ranks without inputs."""
+    return joinable._join_config
 
 
-def is_first_in_join(joinable: Joinable) -> bool:
-    """Whether a joinable is the one of its `Join` context that meets ranks without inputs."""
-    return bool(joinable._join_config.enable and joinable._join_config.is_first_joinable)
-
-
-def active_ddp() -> nn.Module | None:
-    """torch's DDP whose forward this thread's code is in."""
-    return TorchDDP._active_ddp_module
-
-
-def parameters_of_ddp(ddp: nn.Module) -> Sequence[nn.Parameter]:
-    """The parameters that torch's DDP looks after."""
-    return cast(Sequence[nn.Parameter], ddp._module_parameters)
+def parameters_of_active_ddp() -> Sequence[nn.Parameter]:
+    """The parameters of torch's DDP whose forward this thread's code is in; none outside of any."""
+    around: Any = TorchDDP._active_ddp_module
+    return () if around is None else around._module_parameters
 
 
 def is_torch_ddp(module: nn.Module) -> bool:
@@ -292,20 +202,10 @@ def is_torch_ddp(module: nn.Module) -> bool:
     return TorchDDP in type(module).__mro__
 
 
-def count_as_torch_ddp(kind: type[nn.Module]) -> None:
-    """Let instances of a class pass `isinstance(module, torch.nn.parallel.DistributedDataParallel)`."""
-    cast(Any, TorchDDP).register(kind)
-
-
-def of_torch_ddp(name: str) -> Any:
-    """What torch's DDP has under a name, for a class in its place; of a static method its function."""
-    return getattr(TorchDDP, name)
-
-
 def composable_apis(module: nn.Module) -> tuple[str, ...]:
     """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
-    contract = sys.modules.get("torch.distributed._composable.contract")  # not loaded: none was applied
-    return () if contract is None else tuple(contract._get_registry(module) or ())
+    registry_of = loaded("torch.distributed._composable.contract", "_get_registry")  # not loaded: none was applied
+    return () if registry_of is None else tuple(registry_of(module) or ())
 
 
 def is_reduced_by_torch(module: nn.Module) -> bool:
@@ -315,24 +215,13 @@ def is_reduced_by_torch(module: nn.Module) -> bool:
 
 def is_hook_of_fully_shard(hook: object) -> bool:
     """Whether an autograd hook belongs to a module that `fully_shard` manages."""
-    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    return module is not None and isinstance(getattr(hook, "__self__", None), module.FSDPState)
-
-
-def is_fsdp_module(module: nn.Module) -> bool:
-    """Whether a module is torch's `FullyShardedDataParallel`."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    kind = loaded("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    return kind is not None and isinstance(getattr(hook, "__self__", None), kind)
 
 
 def register_comm_hook(ddp: TorchDDP, hook: Callable[..., Any]) -> None:
     """Let a hook reduce for torch's DDP, which itself refuses bfloat16 with gloo."""
     _register_comm_hook(ddp.reducer, None, hook)
-
-
-def wrapped_by_torch(module: nn.Module, **options: Any) -> nn.Module:
-    """The module in torch's own `DistributedDataParallel`, also where ours has taken its public name."""
-    return TorchDDP(module, **{name: value for name, value in options.items() if value is not None})
 
 
 @contextlib.contextmanager

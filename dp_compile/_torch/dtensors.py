@@ -5,27 +5,20 @@ Where there is one, `torch.distributed.tensor` is loaded; nothing here loads it.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dp_compile._torch import missing
-
-
-def _kind() -> type[Any] | None:
-    module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else getattr(module, "DTensor", None)
+from dp_compile._torch.missing import loaded, named
 
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a DTensor, a parameter or not."""
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:  # nearly always
         return False
-    kind = _kind()
-    return kind is not None and isinstance(tensor, kind)
+    module = loaded("torch.distributed.tensor")
+    return isinstance(tensor, getattr(module, "DTensor", ()))  # without it while another thread imports the module
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,9 +44,7 @@ def adding_cannot_be_traced(gradient: torch.Tensor | None) -> bool:
 
 def laid_out_as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The inverse of `local_tensor`: a tensor laid out as `like` of which this rank holds `part`, in its memory."""
-    if not is_dtensor(like):
-        return part
-    return from_part(part, like)
+    return from_part(part, like) if is_dtensor(like) else part
 
 
 def from_part(part: torch.Tensor, like: Any) -> torch.Tensor:
@@ -66,19 +57,12 @@ def from_part(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def redistributed_as(like: Any, tensor: Any) -> torch.Tensor:
-    """A DTensor in the layout of another one on the same mesh; itself if it has that. Dynamo traces this.
-
-    Where it is partial it is added up. Runs collectives: on all ranks of the mesh, in the same order.
-    """
+    """A DTensor in the layout of another one on the same mesh; itself if it has that. Dynamo traces this. Where it is
+    partial it is added up. Runs collectives: on all ranks of the mesh, in the same order."""
     if tensor.placements == like.placements:
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         return tensor.redistribute(placements=like.placements)  # type: ignore[no-any-return]
-
-
-def ranks_of(tensor: Any) -> frozenset[int]:
-    """The ranks, by their numbers in the default group, that hold parts of a DTensor."""
-    return frozenset(map(int, tensor.device_mesh.mesh.flatten().tolist()))
 
 
 def groups_that_shard(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -90,28 +74,17 @@ def groups_that_shard(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(number) for number in spread if mesh.size(number) > 1)
 
 
-def layout_of(tensor: torch.Tensor) -> str:
-    """For people, and to compare: how a DTensor is laid out over its mesh, and which part this rank holds.
-
-    Empty for any other tensor.
-    """
-    if not is_dtensor(tensor):
-        return ""
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+def layout_of(tensor: Any) -> str:
+    """For people, and to compare: how a DTensor is laid out over its mesh, and which part this rank holds."""
+    mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-    placements: Iterable[Any] = tensor.placements  # type: ignore[attr-defined]
-    layout = ", ".join(f"{placement} over {name}" for placement, name in zip(placements, names, strict=True))
+    layout = ", ".join(f"{placement} over {name}" for placement, name in zip(tensor.placements, names, strict=True))
     return f"{layout}, part {list(mesh.get_coordinate())} of {list(mesh.shape)}"
 
 
 def placements_of(tensor: torch.Tensor | None) -> tuple[str, ...]:
     """How a DTensor lies over each dimension of its mesh; empty for any other tensor, and for none."""
     return tuple(map(str, tensor.placements)) if is_dtensor(tensor) else ()  # type: ignore[union-attr]
-
-
-def is_partial(tensor: Any) -> bool:
-    """Whether the values of a DTensor are what its ranks' parts add up to."""
-    return any(bool(placement.is_partial()) for placement in tensor.placements)
 
 
 def waited_for(part: Any) -> torch.Tensor:
@@ -122,5 +95,5 @@ def waited_for(part: Any) -> torch.Tensor:
 
 def parent_of(mesh: Any) -> Any:
     """The mesh that another was sliced from; itself if from none."""
-    with missing.named():
+    with named():
         return mesh._get_root_mesh()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -19,7 +19,7 @@ with named():
     import torch._dynamo.guards as _guards
     from torch._C._dynamo.guards import GlobalStateGuard as _GlobalStateGuard
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-    from torch._dynamo import config as _config
+    from torch._dynamo import config as config
     from torch._dynamo.convert_frame import compile_lock as _compile_lock
     from torch._dynamo.convert_frame import preserve_global_state as _preserving_state
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
@@ -37,7 +37,7 @@ with named():
     from torch._logging._internal import LazyTraceHandler as _TraceFile
     from torch._logging._internal import trace_log as _trace_log
     from torch._logging._internal import trace_structured as _trace_structured
-    from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
     at_end: Any = _Engine._exec_final_callbacks_stub
@@ -154,12 +154,7 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         return stand_ins
 
     def end_capture(self, outputs: Any) -> Any:
-        """The graph.
-
-        Raises:
-            Exception: of any class, from a function of autograd that cannot be captured; or the graph may fit no other
-                shapes. Nothing has run.
-        """
+        """The graph; or an error of any class, of a function that cannot be captured. Nothing has run."""
         self.is_tracing = False
         if self._error is not None:
             raise self._error
@@ -182,13 +177,13 @@ def _is_computed(node: fx.Node) -> bool:
 
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:
     """What a captured graph's check of an autograd function's outputs is given, each with what it has to be like.
-
-    Nothing for a node that is no such check; `None` for an output that is not asked for.
-    """
+    Nothing for a node that is no such check; `None` for an output that is not asked for."""
     if getattr(node.target, "__name__", "") != "validate_outputs" or len(node.args) < 2:
         return []
     outputs, wanted = cast(tuple[Any, Any], node.args[:2])
-    return [(each, None if like is None else _gradient_like(like)) for each, like in zip(outputs, wanted, strict=True)]
+    # As `IValue`s come from C++: ((_, _, device, dtype, layout, _), shape, is_nested, dtype).
+    likes = (None if each is None else GradientLike(tuple(each[1]), _DTYPES[each[3]], each[0][2]) for each in wanted)
+    return list(zip(outputs, likes, strict=True))
 
 
 class GradientLike(NamedTuple):
@@ -201,11 +196,6 @@ class GradientLike(NamedTuple):
     def make(self) -> torch.Tensor:
         """One, with any values."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-def _gradient_like(metadata: Any) -> GradientLike:
-    """As `IValue`s come from C++: ((_, _, device, dtype, layout, _), shape, is_nested, dtype)."""
-    return GradientLike(tuple(metadata[1]), _DTYPES[metadata[3]], metadata[0][2])
 
 
 class Accumulated(NamedTuple):
@@ -233,10 +223,7 @@ def computes_only(target: object) -> bool:
 
 
 def sorts_only(target: object) -> bool:
-    """Whether the target of a captured graph's call puts inputs or outputs of AOTAutograd's backward into order.
-
-    Or makes DTensors of what that computes, which are the parts of them.
-    """
+    """Whether a captured graph's call sorts inputs or outputs of AOTAutograd's backward, or makes DTensors of them."""
     return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue", "make_subclass")
 
 
@@ -274,15 +261,13 @@ def _handles_subclasses(prologue: fx.Node) -> bool:
     """Whether what puts the inputs of AOTAutograd's backward into order unwraps tensors of a class of their own."""
     cells = dict(zip(prologue.target.__code__.co_freevars, prologue.target.__closure__ or (), strict=True))  # type: ignore[union-attr]
     if "bw_prologue_fn" not in cells:  # torch 2.11 has one function for all forwards, which reads their metadata
+        unwraps = cells["maybe_subclass_metadata"].cell_contents is not None
         metadata = cells["metadata"].cell_contents.subclass_tangent_meta
-        return cells["maybe_subclass_metadata"].cell_contents is not None or not _are_plain(metadata)
-    inner = cells["bw_prologue_fn"].cell_contents
-    metadata = inner.__globals__.get("_tangent_metas_")
-    return bool(inner.__closure__) or "_unwrap_" in inner.__globals__ or metadata is None or not _are_plain(metadata)
-
-
-def _are_plain(metadata: Sequence[Any]) -> bool:
-    return all(type(each) is _PlainTensorMeta for each in metadata)
+    else:
+        inner = cells["bw_prologue_fn"].cell_contents
+        unwraps = bool(inner.__closure__) or "_unwrap_" in inner.__globals__
+        metadata = inner.__globals__.get("_tangent_metas_")
+    return unwraps or metadata is None or not all(type(each) is _PlainTensorMeta for each in metadata)
 
 
 class Fits:
@@ -303,10 +288,8 @@ class Fits:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, no other thread of this process compiles, as while Dynamo does.
-
-    Without `_session`, other threads that call compiled code meanwhile are taken for tracing it (torch 2.13).
-    """
+    """Inside, no other thread of this process compiles, as while Dynamo does. Without `_session`, other threads that
+    call compiled code meanwhile are taken for tracing it (torch 2.13)."""
     with _compile_lock, _session():
         yield
 
@@ -317,14 +300,8 @@ def compile_graph(
     inputs: list[torch.Tensor],
     example: list[torch.Tensor],
 ) -> Callable[..., Any]:
-    """What Dynamo does with a graph it made: call a backend. Only inside of `compiling()`.
-
-    Args:
-        backend: as for `torch.compile`.
-        graph_module: takes one list.
-        inputs: that list.
-        example: made of it by `stand_ins`.
-    """
+    """What Dynamo does with a graph it made: call a backend. Only inside of `compiling()`. `graph_module` takes one
+    list, `inputs`, of which `stand_ins` made `example`."""
 
     def compile_now() -> Callable[..., Any]:
         state = random.getstate()
@@ -339,10 +316,7 @@ def compile_graph(
 
 
 def asks_for_errors(error: Exception) -> bool:
-    """Whether `error` is, or may be, a recompilation error that the user requested.
-
-    Either by `error_on_recompile`, or by `torch.compiler.set_stance("fail_on_recompile")`.
-    """
+    """Whether `error` is, or may be, one that `error_on_recompile` or `set_stance("fail_on_recompile")` asks for."""
     return isinstance(error, _RecompileError) or stance() == "fail_on_recompile"
 
 
@@ -353,14 +327,8 @@ def stance() -> str:
 
 def stand_ins(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors without memory, which AOTAutograd takes for these inputs; all sizes are static."""
-    mode = _FakeTensorMode(shape_env=_ShapeEnv())
+    mode = FakeTensorMode(shape_env=_ShapeEnv())
     return [mode.from_tensor(each, static_shapes=True) for each in inputs]
-
-
-def configure_process(settings: Mapping[str, Any]) -> None:
-    """Settings of Dynamo for a whole process, by their names in torch's `config` module. For peers of the benchmark."""
-    for name, value in settings.items():
-        setattr(_config, name, value)
 
 
 def measure_no_guards() -> None:
@@ -379,11 +347,6 @@ def let_go_of_nodes(graph_module: fx.GraphModule) -> None:
     the code, with all that they know: 34 MiB for 600 parameters (torch 2.13).
     """
     graph_module._graph = fx.Graph()  # `graph = ` would compile the empty one
-
-
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors have no memory: dtype, shape, strides, and which of them share a storage."""
-    return cast(contextlib.AbstractContextManager[Any], _FakeTensorMode())
 
 
 def structured_trace_is_on() -> bool:

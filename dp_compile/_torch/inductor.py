@@ -17,9 +17,9 @@ with named():
     from torch._dynamo.backends.common import aot_autograd as _aot_autograd
     from torch._functorch import config as _functorch_config
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
-    from torch._inductor import config as _config
+    from torch._inductor import config as config
     from torch._inductor import ir as _ir
-    from torch._inductor import list_mode_options as _list_mode_options
+    from torch._inductor import list_mode_options as list_mode_options
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
@@ -38,74 +38,43 @@ def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
 ) -> Callable[..., Any]:
     """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
-    patches = patches_of(graph_pass)
-    options: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
-    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **options))
-
-
-def patches_of(graph_pass: CustomGraphPass) -> dict[str, Any]:
-    """The settings that hold for the compilation of a backward."""
     patches: dict[str, Any] = {
-        "post_grad_custom_post_pass": _chained(_config.post_grad_custom_post_pass, graph_pass),
+        "post_grad_custom_post_pass": _chained(config.post_grad_custom_post_pass, graph_pass),
         # On by default, it puts all compute first and then waits for each collective at once: no overlap left.
         "reorder_for_peak_memory": False,
     }
-    if hasattr(_config.triton, "mix_order_reduction"):
+    if hasattr(config.triton, "mix_order_reduction"):
         # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
-    if hasattr(getattr(_config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
+    if hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
         # On by default since 2.14 (pytorch#184240): it moves launches and waits that the graph pass has placed within
         # its own bound of memory, and past ops that Inductor sees no dependency on, as those that write into a bucket.
         patches["aten_distributed_optimizations.enable_simple_overlap"] = False
-    return patches
+    if on_code is None:
+        return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
 
-
-def _telling(on_code: OnCode) -> Callable[..., Any]:
-    """Inductor's compilation of one graph, which then tells what it went on with and what it made of it."""
-
-    def compile_and_tell(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    def compile_inner(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         compiled = _compile_fx_inner(gm, *args, **kwargs)
         on_code(gm.graph, str(getattr(compiled, "source_code", "")))
         return compiled
 
-    return compile_and_tell
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, inner_compile=compile_inner))
 
 
 def compile_forward_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass | None, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """As `torch.compile` does by itself, with `options`, and with `graph_pass` first in the post-grad stage.
-
-    Of the forward and, later, of its backward: the pass has to distinguish them.
-    """
+    """As `torch.compile` does by itself, with `options`, and with `graph_pass` first in the post-grad stage. Of the
+    forward and, later, of its backward: the pass has to distinguish them."""
     patches = dict(options)
     if graph_pass is not None:
-        patches["post_grad_custom_pre_pass"] = _chained(_config.post_grad_custom_pre_pass, graph_pass)
+        patches["post_grad_custom_pre_pass"] = _chained(config.post_grad_custom_pre_pass, graph_pass)
     return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
 
 
 def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
     """Whether code that is made with these options is replayed, without the Python in between."""
-    return bool(options.get("triton.cudagraphs", _config.triton.cudagraphs))
-
-
-def options_of_mode(mode: str) -> dict[str, Any]:
-    """What `torch.compile(mode=...)` stands for."""
-    return dict(_list_mode_options(mode))
-
-
-def compile_forward_with_aot_eager(
-    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass
-) -> Callable[..., Any]:
-    """Trace to ATen, run `graph_pass` over the forward, and generate no code."""
-
-    def run_pass(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        graph_pass(aten_graph.graph)
-        aten_graph.recompile()
-        return _make_boxed_func(aten_graph.forward)
-
-    backend = _aot_autograd(fw_compiler=run_pass, bw_compiler=run_pass, keep_inference_input_mutations=True)
-    return backend(gm, inputs)
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 class Keyed(CustomGraphPass):
@@ -125,7 +94,7 @@ class Keyed(CustomGraphPass):
 def compile_with_aot_eager(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
 ) -> Callable[..., Any]:
-    """Trace to ATen, run `graph_pass`, and run the graph without generating code: seconds faster, for tests."""
+    """Trace to ATen, run `graph_pass` over the forward and its backward, and generate no code: seconds faster."""
 
     def run_passes(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graph_pass(aten_graph.graph)
@@ -168,10 +137,8 @@ def lower_as_call(op: Any, *args: Any) -> Any:
 
 
 def run_first(buffer: Any, users: Sequence[Any]) -> None:
-    """Let the call that makes a buffer run before all else, as it needs nothing, and these of its users after it.
-
-    They write into its memory, which is no dependency that Inductor sees. No other buffer gets the memory later.
-    """
+    """Let the call that makes a buffer run before all else, as it needs nothing, and these of its users after it. They
+    write into its memory, which is no dependency that Inductor sees. No other buffer gets the memory later."""
     graph = _state.graph
     operation = buffer.get_defining_op()
     graph.operations.remove(operation)
@@ -187,10 +154,8 @@ def run_first(buffer: Any, users: Sequence[Any]) -> None:
 @contextlib.contextmanager
 def generated_anew() -> Iterator[None]:
     """Inside, all code is generated, though it may be found compiled already; the settings are what they were after.
-
-    AOTAutograd's cache lies in front of Inductor's, and knows whole graphs.
-    """
-    with _config.patch(fx_graph_cache=False), _functorch_config.patch(enable_autograd_cache=False):
+    AOTAutograd's cache lies in front of Inductor's, and knows whole graphs."""
+    with config.patch(fx_graph_cache=False), _functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
@@ -220,9 +185,3 @@ def _chained(existing: Any, ours: CustomGraphPass) -> CustomGraphPass:
 def source_hash(paths: Sequence[str]) -> str:
     """A hash over the text of source files, the same in every process."""
     return str(get_hash_for_files(tuple(paths)))
-
-
-def configure_process(settings: Mapping[str, Any]) -> None:
-    """Settings of Inductor for a whole process, by their names in torch's `config`. For peers of the benchmark."""
-    for name, value in settings.items():
-        setattr(_config, name, value)

@@ -1,15 +1,16 @@
-"""What `torch.optim` and `torch.amp` do between their public calls. Costs nothing to load."""
+"""What `torch.optim` and `torch.amp` do between their public calls, and the `.grad` of a sharded optimizer."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dp_compile._torch.missing import named
+from dp_compile.errors import ReductionError
 
 with named():
     from torch.amp import GradScaler as GradScaler
@@ -19,10 +20,8 @@ with named():
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """The update of an optimizer's class, without the hooks that stand around `step()`.
-
-    Autocast is for forwards, inside of which this may run: Adafactor multiplies matrices.
-    """
+    """The update of an optimizer's class, without the hooks that stand around `step()`. Autocast is for forwards,
+    inside of which this may run: Adafactor multiplies matrices."""
     step: Any = type(optimizer).step
     with _DisableAutocast():
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
@@ -50,9 +49,7 @@ def steps_in_backward(parameter: torch.Tensor) -> bool:
 
 def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """Let every GradScaler call `step()` itself, with what it found in `optimizer.found_inf`; returns what ends that.
-
-    It must end: with the mark a scaler leaves it to the optimizer to unscale and to skip, which only fused ones do.
-    """
+    It must end: with the mark a scaler leaves it to the optimizer to unscale and to skip, which only fused ones do."""
     if "_step_supports_amp_scaling" in vars(optimizer):
         return lambda: None
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -64,3 +61,35 @@ def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
             vars(alive).pop("_step_supports_amp_scaling", None)
 
     return unmark
+
+
+class ShardedGradient(torch.Tensor):
+    """A `.grad` of which each rank has used its part. To zero it is allowed, to compute with it is an error."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    def __init__(self, like: torch.Tensor) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if name == "aten::zero_":
+            return args[0]
+        if name == "aten::_foreach_zero_":
+            for each in args[0]:
+                if not isinstance(each, ShardedGradient):
+                    each.zero_()
+            return None
+        raise ReductionError(
+            "this .grad has no values: gradients are reduce-scattered, and each rank used its shard in the backward. "
+            "torch.nn.utils.clip_grad_norm_ cannot clip it: pass in_backward(..., shard=True, max_norm=...), and read "
+            "the norm from optimizer.total_norm. If you need the gradients, use the optimizer without in_backward()."
+        )

@@ -1,15 +1,20 @@
-"""Memory: who has a part of a block, and kernels for many tensors at once. Costs nothing to load."""
+"""Memory: who has a part of a block, and kernels for many tensors at once. Loads no compiler."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from dp_compile._torch.autograd import as_outermost_code
+from dp_compile._torch.missing import named
+
+with named():
+    copy_all: Callable[..., None] = torch._foreach_copy_
+    multiply_all: Callable[..., None] = torch._foreach_mul_
 
 
 def holders(tensor: torch.Tensor) -> tuple[int, int]:
@@ -45,11 +50,3 @@ def _held(tensor: torch.Tensor) -> Iterator[Any]:
     yield tensor.numpy()
     yield tensor.untyped_storage()
     yield tensor.detach().__dlpack__()
-
-
-def copy_all(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...]) -> None:
-    torch._foreach_copy_(targets, sources)
-
-
-def multiply_all(tensors: tuple[torch.Tensor, ...], factor: float) -> None:
-    torch._foreach_mul_(tensors, factor)

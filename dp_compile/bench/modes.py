@@ -155,6 +155,12 @@ def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedD
     return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=cap_mb, **options)
 
 
+def _configure(settings: Mapping[str, Any]) -> None:
+    """Settings of Inductor for the whole process, by their names in torch's `config` module."""
+    for name, value in settings.items():
+        setattr(inductor.config, name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class DDP(Mode):
     """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`.
@@ -173,9 +179,9 @@ class DDP(Mode):
     def prepare(self, workload: Workload) -> Trainer:
         if not self.compiled:
             return Loop(workload, lambda model: wrap(model, self.cap_mb))
-        dynamo.configure_process({"optimize_ddp": "python_reducer" if self.python_reducer else "ddp_optimizer"})
+        dynamo.config.optimize_ddp = "python_reducer" if self.python_reducer else "ddp_optimizer"
         if self.python_reducer:
-            inductor.configure_process(_FUSED)
+            _configure(_FUSED)
 
         def captured_backward(loss: torch.Tensor) -> None:
             with dynamo.CaptureBackward(partial(torch.compile, backend=self.backend)):
@@ -201,7 +207,7 @@ class Functional(Mode):
     backend: str = "inductor"
 
     def prepare(self, workload: Workload) -> Trainer:
-        inductor.configure_process(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
+        _configure(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
         return Loop(
             workload, lambda model: torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
         )

@@ -139,7 +139,7 @@ class Mixer:
                     own.copy_(received)
                 else:
                     own.mul_(own_factor).add_(received, alpha=self.factor)
-        autograd.note_writes(self._parameters)
+        torch.autograd.graph.increment_version(self._parameters)
 
     def send(self) -> None:
         """Start what the next step mixes with. The ranks of an edge send their buckets in the same order."""
@@ -196,7 +196,7 @@ class Mixer:
         self.arrive()  # one communicator at a time
         before = [(each, each.detach().clone()) for each in tensors] if keep else []
         self._everyone.average([each.detach() for each in tensors], self.step)
-        autograd.note_writes(self._parameters)  # the memory of a bucket has another version
+        torch.autograd.graph.increment_version(self._parameters)  # the memory of a bucket has another version
         self.kept = before
         if not keep:
             self.accept()
@@ -213,7 +213,7 @@ class Mixer:
         with torch.no_grad():
             for tensor, value in self.kept:
                 tensor.copy_(value)
-        autograd.note_writes(self._parameters)
+        torch.autograd.graph.increment_version(self._parameters)
         self._versions = list(map(autograd.version_of, self._parameters))
         self.kept = []
 

@@ -28,7 +28,7 @@ from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replication.module import Pending, inner_module, no_sync, parts_of, replica_of, state_of, unwrap, wrap
 from dp_compile.replication.replicate import replicate, unreplicate
-from dp_compile.replication.tensor_parallel import refuse_dtensors
+from dp_compile.replication.selection import refuse_dtensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]

@@ -323,7 +323,7 @@ class Training:
             tensors += [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *replica.buffers]
         is_source = dist.get_rank() == source
         into = [each.detach() if is_behind or is_source else torch.empty_like(each) for each in tensors]
-        distributed.broadcast_state(into, group, BROADCAST_BYTES, source)
+        distributed.broadcast(into, group, BROADCAST_BYTES, source)
         given = [each.state_dict() for each in self._states] if is_source else None
         box: list[Any] = [given, [plan_facts(replica) for replica in self._replicas()]]
         dist.broadcast_object_list(box, source, device=self._device)

@@ -216,7 +216,7 @@ def fake_values(
     """
     given = {"inputs": inputs, "sizes": sizes, "scalars": scalars, "hooks": hooks}
     values: dict[fx.Node, Any] = {}
-    with torch.no_grad(), dynamo.fake_tensors() as mode:
+    with torch.no_grad(), dynamo.FakeTensorMode() as mode:
         for node in graph_module.graph.nodes:
             try:
                 if node.op == "placeholder":

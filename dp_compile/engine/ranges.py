@@ -16,6 +16,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from dp_compile._torch import autograd
 from dp_compile.engine.replica import Replica
 from dp_compile.fx.collectives import WAIT as WAIT_TENSOR
@@ -37,7 +39,7 @@ def during(what: str, *replicas: Replica) -> contextlib.AbstractContextManager[A
     if not replicas or not autograd.profiler_is_on():
         return contextlib.nullcontext()
     numbers = ", ".join(str(replica.module.number) for replica in replicas)
-    return autograd.named_range(f"dp_compile::module{'s' * (len(replicas) > 1)} {numbers} {what}")
+    return torch.profiler.record_function(f"dp_compile::module{'s' * (len(replicas) > 1)} {numbers} {what}")
 
 
 def during_bucket(what: str, replica: Replica, number: int, bucket: Bucket) -> contextlib.AbstractContextManager[Any]:

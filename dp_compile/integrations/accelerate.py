@@ -13,15 +13,11 @@ from typing import Any, Final, cast
 
 import torch
 from accelerate import Accelerator as AcceleratesOwn  # users may put ours under its public name
-from accelerate.utils import (
-    DistributedType,
-    DynamoBackend,
-    is_compiled_module,
-)
+from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module
 from accelerate.utils.other import has_repeated_blocks, is_repeated_blocks
 from torch import nn
 
-from dp_compile._torch.module_calls import compile_in_place
+from dp_compile._torch.compiler import compile_in_place
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions
@@ -49,10 +45,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     leaves it there.
 
     Args:
-        args: as accelerate's.
-        replicate_config: options of `dp_compile.replicate`; what `DistributedDataParallelKwargs` says wins over its
-            fields.
-        kwargs: as accelerate's.
+        replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` wins over its fields.
 
     Raises:
         ConfigError: models are to be sharded, or split otherwise.
@@ -64,7 +57,19 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
     def _set_up(self, replicate_config: ReplicateConfig | None) -> None:
         self.replicate_config = options(replicate_config, self.state.dynamo_plugin.backend.value.lower())
-        _refuse_other_parallelism(self)
+        # Not only the type: on CPUs accelerate goes on without shards, even if they were asked for.
+        asked = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
+        kind = self.distributed_type
+        asked += [] if kind in _WHOLE else [f"distributed_type {kind.value}"]
+        degrees = {name: getattr(self.parallelism_config, name, None) or 1 for name in _SPLITS}
+        asked += [f"parallelism_config {name}={degree}" for name, degree in degrees.items() if degree > 1]
+        asked += ["mixed_precision='fp8'"] if self.mixed_precision == "fp8" else []
+        if asked:
+            raise ConfigError(
+                f"{' and '.join(asked)}: asked for by a plugin, a launcher's question or the environment. dp_compile's "
+                "Accelerator keeps whole parameters on each rank and splits batches only, in float32, 'bf16' or 'fp16'."
+                " Use accelerate's own Accelerator for that."
+            )
 
     @classmethod
     def take_over(cls, accelerator: AcceleratesOwn, replicate_config: ReplicateConfig | None = None) -> AcceleratesOwn:
@@ -102,8 +107,12 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
             plugin.backend = before
         # The mark is the wrapper's: the model alone, given again, is not what was prepared.
         vars(unwrap(prepared)).pop(_PREPARED, None)
-        wrapped = self._wrap(prepared) if any(each.requires_grad for each in prepared.parameters()) else prepared
-        ready = self._compile(wrapped) if not is_compiled_module(prepared) else wrapped
+        ready = self._wrap(prepared) if any(each.requires_grad for each in prepared.parameters()) else prepared
+        if plugin.backend != DynamoBackend.NO and not is_compiled_module(prepared):
+            if plugin.use_regional_compilation:
+                _compile_regions(ready, plugin.to_kwargs())
+            else:
+                ready = cast(nn.Module, torch.compile(ready, **plugin.to_kwargs()))
         setattr(ready, _PREPARED, True)
         return ready
 
@@ -140,15 +149,6 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
             self.ddp_handler.register_comm_hook(wrapped)
         return wrapped
 
-    def _compile(self, model: nn.Module) -> nn.Module:
-        plugin = self.state.dynamo_plugin
-        if plugin.backend == DynamoBackend.NO:
-            return model
-        if plugin.use_regional_compilation:
-            _compile_regions(model, plugin.to_kwargs())
-            return model
-        return cast(nn.Module, torch.compile(model, **plugin.to_kwargs()))
-
 
 def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
     """What accelerate's `compile_regions` compiles, in place: that one copies every module on the way to a block."""
@@ -160,20 +160,3 @@ def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
             _compile_regions(child, options)
     else:
         compile_in_place(module, **options)
-
-
-def _refuse_other_parallelism(accelerator: AcceleratesOwn) -> None:
-    # Not only the type: on CPUs accelerate goes on without shards, even if they were asked for.
-    asked = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
-    kind = accelerator.distributed_type
-    asked += [] if kind in _WHOLE else [f"distributed_type {kind.value}"]
-    split = accelerator.parallelism_config
-    degrees = {name: getattr(split, name, None) or 1 for name in _SPLITS}
-    asked += [f"parallelism_config {name}={degree}" for name, degree in degrees.items() if degree > 1]
-    asked += ["mixed_precision='fp8'"] if accelerator.mixed_precision == "fp8" else []
-    if asked:
-        raise ConfigError(
-            f"{' and '.join(asked)}: asked for by a plugin, a launcher's question or the environment. dp_compile's "
-            "Accelerator keeps whole parameters on each rank and splits batches only, in float32, 'bf16' or 'fp16'. "
-            "Use accelerate's own Accelerator for that."
-        )

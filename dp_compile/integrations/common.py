@@ -41,9 +41,7 @@ def refuse_other_versions(package: str) -> None:
 def options(given: ReplicateConfig | None, backend: str | None = None) -> ReplicateConfig:
     """The options that the user gave; without any, the backend of the forward compiles the backward as well."""
     require(isinstance(given, ReplicateConfig | None), "replicate_config", "a ReplicateConfig", type(given))
-    if given is None:
-        return ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
-    return given
+    return given or (ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig())
 
 
 def refuse_managed(module: nn.Module, by: str) -> None:

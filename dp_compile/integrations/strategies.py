@@ -20,8 +20,6 @@ NAME = "dp_compile"
 
 
 class _Wrapping:
-    """Of both kinds: how a model is wrapped."""
-
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
         self.replicate_config = options(replicate_config)
         super().__init__(*args, **kwargs)
@@ -41,16 +39,13 @@ class TrainerStrategy(_Wrapping):
     word. Pass the compiled module, `trainer.fit(torch.compile(module))`, or compile parts of it in the module itself.
 
     Args:
-        args: as Lightning's.
         replicate_config: options of `dp_compile.replicate`; the options of torch's DDP among `kwargs` win.
-        kwargs: as Lightning's.
 
     Raises:
         ConfigError: an option is not supported.
     """
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return self._wrap(model)
+    _setup_model = _Wrapping._wrap
 
     def _register_ddp_hooks(self) -> None:
         this: Any = self
@@ -68,17 +63,12 @@ class TrainerStrategy(_Wrapping):
 class FabricStrategy(_Wrapping):
     """Lightning Fabric's `DDPStrategy`, as `TrainerStrategy`."""
 
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap a module."""
-        return self._wrap(module)
+    setup_module = _Wrapping._wrap
 
 
 def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:
     """Classes of both kinds, registered with the package: no entry point fills the registries where it looks.
-
-    Args:
-        trainer, fabric: the modules in which one of Lightning's two packages has its `Trainer` and its `Fabric`.
-    """
+    `trainer`, `fabric`: the modules in which one of Lightning's two packages has its `Trainer` and its `Fabric`."""
     package = trainer.partition(".")[0]
     refuse_other_versions(package)
     home = {"__module__": f"dp_compile.integrations.{package}"}

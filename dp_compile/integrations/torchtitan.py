@@ -71,7 +71,9 @@ def parallelize(
         UnsupportedModuleError: the model is no decoder, has experts, or is replicated already.
         DesyncError: in the first forward, ranks have different models.
     """
-    config = _config(replicate_config, compile_config)
+    given = options(replicate_config, compile_config.backend)
+    factor, allowed = given.gradient_divide_factor, "left out: torchtitan divides the loss by the tokens of all ranks"
+    require(factor in (None, 1.0), "gradient_divide_factor of replicate_config", allowed, factor)
     _refuse_job(parallel_dims, training, parallelism, compile_config)
     _refuse_model(model)
     if ac_config is not None:
@@ -79,17 +81,22 @@ def parallelize(
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     group = {"device_mesh": parallel_dims.get_mesh("dp_replicate")} if parallel_dims.dp_replicate > 1 else {}
-    replicate(model, mp_policy=_mixed_precision(training), config=config, **group)
-    model.register_forward_pre_hook(_Steps(_micro_steps(training, parallel_dims.dp_replicate)))
+    compute = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    policy = MixedPrecisionPolicy(  # as torchtitan's FSDP has it; what is as the parameters are is not cast
+        param_dtype=None if compute == TORCH_DTYPE_MAP[training.dtype] else compute,
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
+    replicate(model, mp_policy=policy, config=dataclasses.replace(given, gradient_divide_factor=1.0), **group)
+    # How often torchtitan's trainer runs the model in a step, as it says itself.
+    micro_steps = training.global_batch_size // (training.local_batch_size * parallel_dims.dp_replicate)
+    model.register_forward_pre_hook(_Steps(max(1, int(micro_steps)) if training.global_batch_size >= 0 else 1))
     return model
 
 
 class _Steps(Installed):
-    """A pre-hook of the forward, after the one that starts the replication.
-
-    Of the micro steps of a step the last one reduces. Reducing each would add up what is reduced already: gradients
-    are not divided.
-    """
+    """A pre-hook of the forward, after the one that starts the replication. Of the micro steps of a step the last one
+    reduces. Reducing each would add up what is reduced already: gradients are not divided."""
 
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps, self._done = micro_steps, 0
@@ -98,8 +105,12 @@ class _Steps(Installed):
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._done == 0:
-            _refuse_chunks(module)
+        if self._done == 0 and getattr(module, "_skip_lm_head", False):
+            raise ConfigError(  # here, as the loss is none of what a `parallelize_fn` is given
+                "the job's loss is a ChunkedLossWrapper, which runs a separate backward of lm_head for each chunk; "
+                "dp_compile reduces the gradients of one whole backward. Use the wrapped loss: "
+                "config.loss = config.loss.loss_fn."
+            )
         if self._done % self._micro_steps == 0:
             self._refuse_gradients(module)
         self._done += 1
@@ -116,33 +127,6 @@ class _Steps(Installed):
                 "and training.local_batch_size. Set these to the accumulation of the trainer, and zero gradients "
                 "between steps."
             )
-
-
-def _micro_steps(training: Any, ranks: int) -> int:
-    """How often torchtitan's trainer runs the model in a step, as it says itself."""
-    if training.global_batch_size < 0:
-        return 1
-    return max(1, int(training.global_batch_size // (training.local_batch_size * ranks)))
-
-
-def _config(given: ReplicateConfig | None, compile_config: Any) -> ReplicateConfig:
-    """The user's options, with the sum of gradients."""
-    given = options(given, compile_config.backend)
-    factor, allowed = given.gradient_divide_factor, "left out: torchtitan divides the loss by the tokens of all ranks"
-    require(factor in (None, 1.0), "gradient_divide_factor of replicate_config", allowed, factor)
-    return dataclasses.replace(given, gradient_divide_factor=1.0)
-
-
-def _mixed_precision(training: Any) -> MixedPrecisionPolicy:
-    """As torchtitan's FSDP has it; what is as the parameters are is not cast."""
-    own = TORCH_DTYPE_MAP[training.dtype]
-    compute = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    reduce = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    return MixedPrecisionPolicy(
-        param_dtype=None if compute == own else compute,
-        reduce_dtype=reduce,
-        cast_forward_inputs=False,
-    )
 
 
 def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
@@ -169,16 +153,6 @@ def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_con
     has_no_graph = training.disable_cuda_graphs or not torch.cuda.is_available()
     allowed = "True: no check after a backward can run in one CUDA graph with the forward"
     require(has_no_graph, "training.disable_cuda_graphs", allowed, False)
-
-
-def _refuse_chunks(model: nn.Module) -> None:
-    """In the first forward: the loss is none of what a `parallelize_fn` is given."""
-    if getattr(model, "_skip_lm_head", False):
-        raise ConfigError(
-            "the job's loss is a ChunkedLossWrapper, which runs a separate backward of lm_head for each chunk; "
-            "dp_compile reduces the gradients of one whole backward. Use the wrapped loss: "
-            "config.loss = config.loss.loss_fn."
-        )
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -35,9 +35,7 @@ class DPCompileMixin:
     A model that was evaluated before it is trained is reduced here too. transformers' own trainer does not wrap it.
 
     Args:
-        args: as the trainer's.
         replicate_config: options of `dp_compile.replicate`; what `ddp_*` arguments say wins over its fields.
-        kwargs: as the trainer's.
 
     Raises:
         ConfigError: one process has several GPUs, models are to be sharded, or what `Accelerator` refuses.
@@ -75,11 +73,7 @@ class DPCompileMixin:
             take_off(unwrap(trainer.model_wrapped))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's.
-
-        Raises:
-            UnsupportedModuleError: the model was not prepared here, and would not be reduced.
-        """
+        """As the trainer's; an UnsupportedModuleError if the model was not prepared here, and would not be reduced."""
         if not self._is_checked:
             self._check_reduced(model)
             self._is_checked = True

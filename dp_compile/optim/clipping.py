@@ -86,9 +86,8 @@ def _norm(
         norm = torch.nn.utils.get_total_norm(own, order, foreach=foreach).to(device, torch.float64)
     for group in groups:
         if math.isinf(order):
-            both = torch.stack(
-                [norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()]
-            )  # no rank's NaN may get lost
+            # No rank's NaN may get lost.
+            both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             norm = torch.where(both[1] > 0, math.nan, both[0])
         else:

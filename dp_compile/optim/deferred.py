@@ -36,7 +36,7 @@ class Deferred:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._options: tuple[dict[str, Any], ...] = ()
-        self._pending: list[Pending] = []
+        self.pending: list[Pending] = []
         self.last: dict[str, Any] = {}
         """What the last backward did not wait for, by names of an `OptimizerRecord`."""
         self.failed = ""
@@ -47,29 +47,27 @@ class Deferred:
     def begin(self) -> None:
         """A backward begins: nothing stays in flight, and its updates use the options that the optimizer has now."""
         self.complete()
-        self._options = options_of(self._setup.optimizer, copied) if self._setup.is_alive else ()
+        self._options = options_of(self._setup.optimizer, copied) if self._setup.find_optimizer() is not None else ()
 
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
         """Keep launched reductions, and which parameters they update."""
         setup = self._setup
+        nbytes = sum(tensor.nbytes for tensor in launched)
         pending = PendingUpdate(
             deferred=self, replica=setup.replica, indices=tuple(indices), buckets=tuple(each[0] for each in buckets),
-            setup=setup, optimizer=setup.optimizer, options=self._options,
+            nbytes=nbytes, setup=setup, optimizer=setup.optimizer, options=self._options,
             launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
         )  # fmt: skip
         if setup.replica.state.is_dry_run:
             pending.drop()
         else:
-            self.enqueue(pending)
-
-    def enqueue(self, pending: Pending) -> None:
-        self._pending.append(pending)
+            self.pending.append(pending)
 
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
-        pending = self._pending
+        pending = self.pending
         self.last = {
             "updates": len(pending),
             "left": tuple(sorted({number for each in pending for number in each.buckets})),
@@ -92,11 +90,11 @@ class Deferred:
 
     @property
     def has_in_flight(self) -> bool:
-        return any(not each.is_over for each in self._pending)
+        return any(not each.is_over for each in self.pending)
 
     def complete(self) -> None:
         """Let nothing be in flight."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         try:
             for each in pending:
                 each.complete()
@@ -109,13 +107,13 @@ class Deferred:
     def release(self) -> None:
         """The module is not replicated any more: it is left as it was."""
         self.complete()
-        replica = self._setup.replica_if_alive
+        replica = self._setup.find_replica()
         if replica is not None and (root := replica.module.outline.root()) is not None:
             take_hooks_off(root)
 
     def drop(self) -> None:
         """Wait for what is in flight, and update nothing: the backward has failed."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         for each in pending:
             each.drop()
 
@@ -124,7 +122,7 @@ class Deferred:
 class Pending(ABC):
     """Work on some parameters that is in flight. Keeps them alive as long as that is so.
 
-    `indices`: of the parameters. `buckets`: by their numbers in the plan.
+    `indices`: of the parameters. `buckets`: by their numbers in the plan. `nbytes`: of what is in flight.
     `addresses` of its parameters, and `versions`: where each lay and how often it had been written to, at `register`.
     """
 
@@ -132,14 +130,10 @@ class Pending(ABC):
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
+    nbytes: int
     addresses: tuple[int, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
     is_over: bool = False
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of what is in flight."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -173,7 +167,17 @@ class Pending(ABC):
             self._end()
             try:
                 self._check_not_written()
-                self._finish()
+                # The first read may be in inference mode, which the optimizer's state must not be of; or in Dynamo,
+                # which looks at the module's buffers while it traces; under a mode of fake tensors; or in a transform
+                # of torch.func.
+                with (
+                    compiler.not_compiling(),
+                    autograd.as_outermost_code(),
+                    torch.inference_mode(mode=False),
+                    torch.no_grad(),
+                    self.replica.state.step_guard.updating(self.indices),
+                ):
+                    self.finish()
             except BaseException as error:
                 names, deferred = self.replica.name_list(self.indices), self.deferred
                 assert deferred is not None
@@ -190,11 +194,7 @@ class Pending(ABC):
                 self.wait()
 
     def _check_not_written(self) -> None:
-        """What was written would be lost, or get an update on top that belongs to what was there before.
-
-        Raises:
-            ReductionError: parameters were written to.
-        """
+        """What was written would be lost, or get an update on top that belongs to what was there before."""
         pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
         written = [index for index, before, now in pairs if before != now]
         if written:
@@ -203,55 +203,23 @@ class Pending(ABC):
                 "Call dp_compile.optim.synchronize(model) before changing parameters directly."
             )
 
-    def _finish(self) -> None:
-        # The first read may be in inference mode, which the optimizer's state must not be of; or in Dynamo, which looks
-        # at the module's buffers while it traces; under a mode of fake tensors; or in a transform of torch.func.
-        with (
-            compiler.not_compiling(),
-            autograd.as_outermost_code(),
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            self.replica.state.step_guard.updating(self.indices),
-        ):
-            self.finish()
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingUpdate(Pending):
-    """An update whose gradients are being reduced.
-
-    `optimizer`: kept alive. `launched`: buckets with their numbers in the plan, and the tensor each was launched with.
-    """
+    """An update whose gradients are being reduced. `optimizer`: kept alive. `launched`: buckets with their numbers in
+    the plan, and the tensor each was launched with."""
 
     setup: Setup
     optimizer: torch.optim.Optimizer
     options: tuple[dict[str, Any], ...]
     launched: tuple[tuple[int, Bucket, torch.Tensor], ...]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for _, _, tensor in self.launched)
-
     def wait(self) -> None:
         for _, _, tensor in self.launched:
             torch.ops._c10d_functional.wait_tensor.default(tensor)
 
     def finish(self) -> None:
-        parameters, gradients = self.parameters, self._reduced()
-        kept = [parameter.grad for parameter in parameters]
-        with (
-            during(UPDATE, self.replica),
-            self.setup.only(parameters, options=self.options) as optimizer,
-        ):
-            for index, parameter in zip(self.indices, parameters, strict=True):
-                parameter.grad = gradients[index]
-            optim.step_without_hooks(optimizer)
-        for parameter, grad in zip(parameters, kept, strict=True):
-            parameter.grad = grad
-
-    def _reduced(self) -> dict[int, torch.Tensor]:
-        """The gradients by index in the module, once they are here."""
-        gradients: dict[int, torch.Tensor] = {}
+        parameters, gradients = self.parameters, dict[int, torch.Tensor]()
         for number, bucket, launched in self.launched:
             with during_bucket(WAIT, self.replica, number, bucket):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
@@ -259,4 +227,10 @@ class PendingUpdate(Pending):
             _, post_scale = ops.factors(bucket.key.reduction)
             tensor = restored(bucket, tensor, post_scale, ops)
             gradients |= {member.gradient.index: view_of(member, tensor) for member in bucket.members}
-        return gradients
+        kept = [parameter.grad for parameter in parameters]
+        with during(UPDATE, self.replica), self.setup.only(parameters, options=self.options) as optimizer:
+            for index, parameter in zip(self.indices, parameters, strict=True):
+                parameter.grad = gradients[index]
+            optim.step_without_hooks(optimizer)
+        for parameter, grad in zip(parameters, kept, strict=True):
+            parameter.grad = grad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -13,6 +13,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.ranges import FORWARD, during
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
+from dp_compile.optim.readers import note_forward
 from dp_compile.passes.crossing import CompleteBeforeUse, in_flight, take_starts_out, wait_for_parameters
 
 
@@ -39,7 +40,7 @@ def compile_forward(
     """
     parameters = {position: each for position, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
     crossing = {position: found for position, each in parameters.items() if (found := _deferring_replica_of(each))}
-    settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
+    settings = {**({} if mode is None else inductor.list_mode_options(mode)), **(options or {})}
     broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
     starts_here, part_starts = take_starts_out(graph_module)
     starts, breaks = starts_here or part_starts, broken is None or broken.graph_break
@@ -58,7 +59,7 @@ def compile_forward(
     waits = inductor.Keyed(CompleteBeforeUse(tuple(crossing), len(inputs)))
     first = {replica: position for position, replica in reversed(crossing.items())}
     if next(iter(crossing.values())).config.backend == "aot_eager":
-        compiled = inductor.compile_forward_with_aot_eager(graph_module, inputs, waits)
+        compiled = inductor.compile_with_aot_eager(graph_module, inputs, waits)
     else:
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, waits, settings)
     if breaks:
@@ -72,20 +73,13 @@ def _deferring_replica_of(parameter: nn.Parameter) -> Replica | None:
     return found[0] if found is not None and any(each.deferred for each in found[0].after.updates) else None
 
 
-def _note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
-    for replica in replicas:
-        for each in replica.after.updates:
-            if each.deferred is not None:
-                each.deferred.forward_runs(whole=whole)
-
-
 def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Callable[..., Any]:
     """Code without parameters with which a forward in pieces starts: the pieces after it may read any."""
 
     def run(*args: Any) -> Any:
         for each in set(in_flight.values()):
             each.complete()
-        _note_forward(owners if starts_here else (), whole=False)
+        note_forward(owners if starts_here else (), whole=False)
         return compiled(*args)
 
     return run
@@ -111,11 +105,9 @@ def _waiting_by_itself(
 ) -> Callable[..., Any]:
     """Code that waits for each parameter that it reads.
 
-    Args:
-        compiled: the code.
-        parameters: the position of one parameter of each module among its inputs. Modules of one class share code.
-        breaks: what follows it is not compiled, and may read anything.
-        starts_here: the forward starts with it. A part of a forward does not show whether all of it is one graph.
+    `parameters`: the position of one parameter of each module among its inputs. Modules of one class share code.
+    `breaks`: what follows it is not compiled, and may read anything. `starts_here`: the forward starts with it. A part
+    of a forward does not show whether all of it is one graph.
     """
 
     def run(*args: Any) -> Any:
@@ -126,7 +118,7 @@ def _waiting_by_itself(
                     replica.wait_for_updates()
                 stack.enter_context(during(FORWARD, replica))
             if breaks or starts_here:
-                _note_forward(replicas, whole=not breaks)
+                note_forward(replicas, whole=not breaks)
             result = compiled(*args)
         for replica in replicas if starts_here else ():
             replica.wait_for_updates()  # what it has not read: the loss may, which has the weight of the head

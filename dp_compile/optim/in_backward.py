@@ -24,7 +24,7 @@ from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replication.module import replica_of
-from dp_compile.replication.tensor_parallel import refuse_dtensors
+from dp_compile.replication.selection import refuse_dtensors
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, Update] = weakref.WeakKeyDictionary()
 
@@ -78,11 +78,10 @@ def in_backward(
     setup = Setup(replica, optimizer, max_norm, scaler)
     if not (mine := setup.indices()):
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
-    _check_only(replica, mine)
+    _check_parameters(replica, mine)
     deferred = Deferred(setup) if overlap_forward else None
     part: Part = Shard(setup, deferred) if shard else Whole(setup, deferred)
     update = Update(setup, part, deferred)
-    _check_memory(replica, mine)
     update.install()
     replica.after.updates.append(update)
     if deferred is not None:
@@ -127,23 +126,20 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
     update = _known.get(optimizer)
     if update is None or not isinstance(update.part, Shard):
         return optimizer.state_dict()
-    shard = update.part
-    is_rank = to is None or (type(to) is int and 0 <= to < shard.ranks)
-    require(is_rank, "to", f"a rank of the module's group, 0 to {shard.ranks - 1}, or None", to)
-    states = shard.full_states(to)
-    if to not in (None, shard.rank):
-        return {}
-    with shard.as_whole(states):
-        return optimizer.state_dict()
+    ranks = update.part.ranks
+    is_rank = to is None or (type(to) is int and 0 <= to < ranks)
+    require(is_rank, "to", f"a rank of the module's group, 0 to {ranks - 1}, or None", to)
+    return update.part.full_state_dict(to)
 
 
 def _is_installed(update: Update) -> bool:
-    replica = update.setup.replica_if_alive
+    replica = update.setup.find_replica()
     return replica is not None and update in replica.after.updates
 
 
-def _check_only(replica: Replica, mine: Sequence[int]) -> None:
-    """Refuse a second optimizer of the same parameters."""
+def _check_parameters(replica: Replica, mine: Sequence[int]) -> None:
+    """Refuse a second optimizer of the same parameters, and two parameters in one memory. Which of these is updated
+    first would matter, and ranks may cut between them."""
     others = [each for each in replica.after.updates if isinstance(each, Update)]
     if any(other.is_alive for other in others):
         gc.collect()  # perhaps only a cycle keeps it, as a scheduler makes one, on this rank and not on others
@@ -153,17 +149,13 @@ def _check_only(replica: Replica, mine: Sequence[int]) -> None:
                 f"another optimizer updates {replica.name_list(both)} in the backward already. Call "
                 "dp_compile.optim.remove_in_backward(other_optimizer) first."
             )
-
-
-def _check_memory(replica: Replica, mine: Sequence[int]) -> None:
-    """Refuse two parameters in one memory: which of them is updated first matters, and ranks may cut between them."""
     at = dict[int, str]()
     for index in mine:
         parameter, name = replica.parameters[index], replica.names[index]
-        other = at.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
-        if other != name:
+        first = at.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if first != name:
             raise ConfigError(
-                f"{name} shares its memory with {other}: they cannot be updated in the backward one after the other. "
+                f"{name} shares its memory with {first}: they cannot be updated in the backward one after the other. "
                 "Let both be one nn.Parameter before replicate(), or use the optimizer without in_backward()."
             )
 
@@ -195,11 +187,7 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
 
 
 def _plan_for(replica: Replica) -> None:
-    """Let buckets be launched in the order in which the next forward needs them, from now on; on every rank.
-
-    Raises:
-        DesyncError: another rank does not, or has made another plan.
-    """
+    """Let buckets be launched in the order in which the next forward needs them, from now on; on every rank."""
     group = replica.group
     layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
     cost = replica.config.cost or group.cost

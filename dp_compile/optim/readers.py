@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -124,16 +124,20 @@ def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
     put_hooks(inner_module(module), replica)  # before its parts are compiled
     replica.wait_for_updates()
-    for each in replica.after.updates:
-        if each.deferred is not None:
-            each.deferred.forward_runs(whole=True)  # the next one comes here too, or sets it
+    note_forward([replica], whole=True)  # the next one comes here too, or sets it
+
+
+def note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
+    """A forward of these modules begins; `whole`: nothing of it is outside of the code that waits for updates."""
+    for replica in replicas:
+        for each in replica.after.updates:
+            if each.deferred is not None:
+                each.deferred.forward_runs(whole=whole)
 
 
 class _Waits(Installed):
-    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it.
-
-    Where the module is compiled its forward waits by itself, for less; a part's does not.
-    """
+    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it. Where the
+    module is compiled its forward waits by itself, for less; a part's does not."""
 
     def __init__(self, replica: Replica, *, of_part: bool) -> None:
         self._replica, self._of_part = weakref.ref(replica), of_part
@@ -161,11 +165,7 @@ def _code_waits() -> bool:
 
 @compiler.constant
 def _refuse_other_backends() -> bool:
-    """Run while Dynamo traces.
-
-    Raises:
-        ConfigError: what it traces is for a backend that does not let the code wait.
-    """
+    """Run while Dynamo traces: refuse a backend that does not let the code wait."""
     if not compiler.traces_for(BACKEND):
         raise ConfigError(
             "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read "

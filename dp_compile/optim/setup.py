@@ -23,11 +23,7 @@ _REFUSED: Final = {
 
 
 def check_kind(optimizer: Any) -> None:
-    """Whether an optimizer can step in the backward at all.
-
-    Raises:
-        ConfigError: it cannot, or is none.
-    """
+    """Refuse what is no optimizer, or cannot step in the backward at all."""
     kind = type(optimizer)
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
     if kind in _REFUSED:
@@ -37,19 +33,17 @@ def check_kind(optimizer: Any) -> None:
 
 
 class Setup:
-    """Keeps neither the module nor the optimizer alive.
+    """Keeps neither the module nor the optimizer alive; without `find_replica()` it is not replicated any more.
 
-    Attributes:
-        max_norm: as given to `in_backward`.
-        given_scaler: the same; `scaler` is `None` where that is not enabled.
-        updated: the parameters that were updated since the last `step()`, by their places in the module.
-        covered: the places in the module of those that the optimizer has, in its order; frozen ones too.
+    `given_scaler`: as given to `in_backward`; `scaler` is `None` where that is not enabled.
+    `updated`: the parameters that were updated since the last `step()`, by their places in the module.
+    `covered`: the places in the module of those that the optimizer has, in its order; frozen ones too.
     """
 
     def __init__(
         self, replica: Replica, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: GradScaler | None
     ) -> None:
-        self._replica, self._optimizer = weakref.ref(replica), weakref.ref(optimizer)
+        self.find_replica, self.find_optimizer = weakref.ref(replica), weakref.ref(optimizer)
         self.max_norm, self.given_scaler = max_norm, scaler
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.updated: set[int] = set()
@@ -58,23 +52,14 @@ class Setup:
         self._group_of: dict[int, int] = {}
 
     @property
-    def replica_if_alive(self) -> Replica | None:
-        """`None` once the module is not replicated any more."""
-        return self._replica()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._optimizer() is not None
-
-    @property
     def replica(self) -> Replica:
-        replica = self._replica()
+        replica = self.find_replica()
         assert replica is not None
         return replica
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer()
+        optimizer = self.find_optimizer()
         assert optimizer is not None
         return optimizer
 
@@ -94,11 +79,6 @@ class Setup:
             self.covered = tuple(place[id(each)] for each in now if id(each) in place)
         return tuple(index for index in self.covered if parameters[index].requires_grad)
 
-    def sizes(self) -> dict[int, int]:
-        """Bytes of each parameter that it covers, and so of its gradient."""
-        parameters, _ = self.replica.parameters, self.indices()
-        return {index: parameters[index].numel() * parameters[index].element_size() for index in self.covered}
-
     @contextlib.contextmanager
     def only(
         self,
@@ -109,10 +89,8 @@ class Setup:
     ) -> Iterator[torch.optim.Optimizer]:
         """Inside, the optimizer has these parameters only, in their own groups; afterwards they have no gradient.
 
-        Args:
-            parameters: of the optimizer.
-            given: what it has in their place, as pieces of them.
-            options: what `options_of` returned for the groups when the step was due; else they are as they are now.
+        `given`: what it has in their place, as pieces of them. `options`: what `options_of` returned for the groups
+        when the step was due; else they are as they are now.
         """
         optimizer, given = self.optimizer, parameters if given is None else given
         groups = optimizer.param_groups
@@ -160,11 +138,7 @@ def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimi
 
 
 def check_in_place(replica: Replica, indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
-    """Compare the memory of parameters with what compiled code has for them.
-
-    Raises:
-        ReductionError: it is another one.
-    """
+    """Refuse parameters whose memory is not the one that compiled code has for them."""
     for index, parameter in zip(indices, parameters, strict=True):
         if replica.parameters[index].data_ptr() != parameter.data_ptr():
             raise ReductionError(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import optim
-from dp_compile._torch.stand_in import ShardedGradient
+from dp_compile._torch.optim import ShardedGradient
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import check_consistent_in_call, is_of_other_ranks
 from dp_compile.engine.ranges import GATHER, UPDATE, during
@@ -74,19 +74,12 @@ class _PartsTo:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Gather(Pending):
-    """Parameters that other ranks have updated, and that are being all-gathered.
-
-    `others`: the pieces that other ranks have updated. `values`: the whole bucket, once `work` has ended, each piece
-    from its offset on.
-    """
+    """Parameters that other ranks have updated, and that are being all-gathered. `others`: the pieces that other ranks
+    have updated. `values`: the whole bucket, once `work` has ended, each piece from its offset on."""
 
     others: Sequence[Piece]
     values: torch.Tensor
     work: dist.Work
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
 
     def wait(self) -> None:
         self.work.wait()
@@ -191,17 +184,13 @@ class Shard(Part):
                 )
 
     def _cover(self, replica: Replica) -> None:
-        """Shard the parameters that the optimizer has now."""
-        self.covered = self.setup.covered
-        scatter(replica, frozenset(replica.names[index] for index in self.covered))
-        self._compared = (None, False)
-
-    def _cover_added(self, replica: Replica) -> None:
-        """Shard parameters of `add_param_group()`, too."""
+        """Shard the parameters that the optimizer has now: those of `add_param_group()`, too."""
         self.setup.indices()
         if self.setup.covered != self.covered:
             self._check(replica, self.setup.optimizer)
-            self._cover(replica)
+            self.covered = self.setup.covered
+            scatter(replica, frozenset(replica.names[index] for index in self.covered))
+            self._compared = (None, False)
 
     def remove(self) -> None:
         optimizer, states = self.setup.optimizer, self.full_states()
@@ -214,7 +203,7 @@ class Shard(Part):
             }
             self._place_numbers(index, optimizer.state[parameter])
         self._own, self.pieces = {}, {}
-        replica = self.setup.replica_if_alive
+        replica = self.setup.find_replica()
         if replica is not None and replica.module.hook_handles:
             scatter(replica, frozenset())
             replica.after.parts_to = None
@@ -225,14 +214,14 @@ class Shard(Part):
                 self.parameters[index].grad = None
 
     def record(self) -> OptimizerRecord:
-        optimizer, sizes = self.setup.optimizer, self.setup.sizes()
+        optimizer, covered = self.setup.optimizer, [self.parameters[index] for index in self.covered]
         state = (value for each in optimizer.state.values() for value in each.values())
         return OptimizerRecord(
             type(optimizer).__name__,
             SHARDED,
-            sum(sizes[index] for index in self.covered),
+            sum(parameter.nbytes for parameter in covered),
             ranks=self.ranks,
-            elements=sum(self.parameters[index].numel() for index in self.covered),
+            elements=sum(parameter.numel() for parameter in covered),
             own_elements=sum(piece.numel for piece in self.pieces.values()),
             state_nbytes=sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         )
@@ -327,14 +316,15 @@ class Shard(Part):
                         state[key] = value
         return states
 
-    @contextlib.contextmanager
-    def as_whole(self, states: States) -> Iterator[None]:
-        """Inside, the optimizer has these whole states, as one that was never sharded."""
-        optimizer = self.setup.optimizer
+    def full_state_dict(self, to: int | None) -> dict[str, Any]:
+        """See `in_backward.full_state_dict`: as of an optimizer that was never sharded."""
+        optimizer, states = self.setup.optimizer, self.full_states(to)
+        if to not in (None, self.rank):
+            return {}
         before = optimizer.state
         optimizer.state = defaultdict(dict, {self.parameters[index]: state for index, state in states.items()})
         try:
-            yield
+            return optimizer.state_dict()
         finally:
             optimizer.state = before
 
@@ -347,9 +337,9 @@ class Shard(Part):
 
     def loaded(self) -> None:
         self._has_state = False
-        replica = self.setup.replica_if_alive
+        replica = self.setup.find_replica()
         if replica is not None:
-            self._cover_added(replica)
+            self._cover(replica)
         states = self._whole_states(self.setup.optimizer)
         if replica is not None:
             self._lay_out()
@@ -361,7 +351,7 @@ class Shard(Part):
         replica = self.setup.replica
         self._is_open = True
         self.drop()
-        self._cover_added(replica)  # laid out at the end: the plan may change before
+        self._cover(replica)  # laid out at the end: the plan may change before
         self._check_order(replica, self.covered, ReductionError)
         self._find_memory()
         self.released()
@@ -376,8 +366,7 @@ class Shard(Part):
         check_in_place(replica, indices[: len(parameters)], parameters)
         if replica.state.is_dry_run:
             return
-        is_laid_out = self._is_laid_out(replica.plan)
-        if parameters and is_laid_out and not self.setup.looks_at_all:
+        if parameters and self._is_laid_out(replica.plan) and not self.setup.looks_at_all:
             self.setup.updated.update(indices)
             with replica.state.step_guard.updating(indices):
                 self._step(self._gradients_in(bucket, part))
@@ -393,24 +382,20 @@ class Shard(Part):
         own, first = self._in_buckets[bucket][0], self.rank * part.numel()
         return {each.index: part[each.offset - first : each.offset - first + each.numel] for each in own}
 
-    def finish(self) -> None:
-        self._end(self.setup.replica)
-
     def left_out(self, error: BaseException) -> None:
         if not self._is_open:
             return
         with contextlib.suppress(type(error)), torch.no_grad():
-            self._end(self.setup.replica, error)
+            self.finish(error)
         self.drop()
         if self.deferred is not None:
             self.deferred.drop()
 
-    def _end(self, replica: Replica, failed: BaseException | None = None) -> None:
-        """Do what is left of the update, and let all ranks have all of it.
-
-        An error, or `failed`, is raised once other ranks have all that they wait for from this one.
-        """
-        self._is_open, held = False, _Held(failed)
+    def finish(self, failed: BaseException | None = None) -> None:
+        """Do what is left of the update, and let all ranks have all of it. An error, or `failed`, is raised once other
+        ranks have all that they wait for from this one."""
+        replica, held = self.setup.replica, _Held(failed)
+        self._is_open = False
         self._lay_out()
         frozen = (index for index in self.covered if not self.parameters[index].requires_grad)
         still = {*replica.state.untouched, *frozen}
@@ -462,11 +447,7 @@ class Shard(Part):
             yield optimizer
 
     def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
-        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce.
-
-        Raises:
-            VoidBackwardError: another rank failed before it; nothing is updated on any rank.
-        """
+        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce."""
         setup, scaler, device = self.setup, self.setup.scaler, self.parameters[0].device
         found: list[torch.Tensor] = []
         both = torch.zeros(3, dtype=torch.float64, device=device)
@@ -475,8 +456,8 @@ class Shard(Part):
                 with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
                     scaler.unscale_(optimizer)
                     found = optim.found_inf_tensors(scaler, optimizer)
-            norms = [_square(gradients[index]) for index in sorted(gradients)]
-            both[0] = torch.stack(norms).sum() if norms else 0.0
+            norms = [torch.linalg.vector_norm(gradients[index], dtype=torch.float64) for index in sorted(gradients)]
+            both[0] = torch.stack(norms).square().sum() if norms else 0.0
             for each in found:
                 both[1] += each.to(device=device, dtype=torch.float64).squeeze()
         both[2] = float(held.error is not None)
@@ -496,19 +477,16 @@ class Shard(Part):
             setup.optimizer.total_norm = norm  # type: ignore[attr-defined]
             # Where one may look without waiting, gradients that are small enough are not multiplied by one.
             if device.type != "cpu" or not bool(norm + 1e-6 <= setup.max_norm):
+                mine = [self._own[index] for index in gradients]
                 with self._narrowed(gradients):
-                    torch.nn.utils.clip_grads_with_norm_(
-                        [self._own[index] for index in gradients], setup.max_norm, norm
-                    )
+                    torch.nn.utils.clip_grads_with_norm_(mine, setup.max_norm, norm)
         return scaler is None or not bool(both[1] > 0)
 
     # --- what all ranks get
 
     def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> None:
-        """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward.
-
-        Buckets are updated and launched one by one, so that the first all-gather is in flight at once.
-        """
+        """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward. Buckets
+        are updated and launched one by one, so that the first all-gather is in flight at once."""
         if self.ranks == 1:
             self._step(gradients)
             return
@@ -522,18 +500,24 @@ class Shard(Part):
                     self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             like = self.parameters[bucket.members[0].gradient.index]
             with during(GATHER, replica):
-                values, work = self._memory(number, bucket.numel, like), None
+                if replica.plan.keeps_memory:  # where its gradients were
+                    values = replica.state.bucket_memory.take(number, bucket.numel, like.dtype, like.device)
+                else:
+                    values = like.new_empty(bucket.numel)
+                if nan_check_is_on():  # NCCL looks for NaN in gaps, too
+                    values.zero_()
+                work = None
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
                 with held:
                     work = launch_gather(stage, values)
                 work = work or launch_gather(stage, values)  # the others wait for it
             gather = Gather(
-                deferred=self.deferred, replica=replica, buckets=(number,),
+                deferred=self.deferred, replica=replica, buckets=(number,), nbytes=values.nbytes,
                 indices=tuple(each.gradient.index for each in bucket.members), others=others, values=values, work=work,
             )  # fmt: skip
             if self.deferred is not None:
-                self.deferred.enqueue(gather)
+                self.deferred.pending.append(gather)
                 continue
             flights.append(gather)
             if len(flights) > _MAX_GATHERS:
@@ -543,16 +527,6 @@ class Shard(Part):
             with held:
                 gather.finish()
         held.release()
-
-    def _memory(self, bucket: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """What a bucket of parameters is gathered in: where its gradients were. What is in gaps is not defined, unless
-        NCCL looks for NaN there."""
-        replica = self.setup.replica
-        if replica.plan.keeps_memory:
-            values = replica.state.bucket_memory.take(bucket, numel, like.dtype, like.device)
-        else:
-            values = like.new_empty(numel)
-        return values.zero_() if nan_check_is_on() else values
 
 
 class _Held:
@@ -572,12 +546,6 @@ class _Held:
     def release(self) -> None:
         if self.error is not None:
             raise self.error
-
-
-def _square(gradient: torch.Tensor) -> torch.Tensor:
-    """Of the norm of a gradient."""
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return norm.square()
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:

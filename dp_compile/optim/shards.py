@@ -33,10 +33,8 @@ _OF_ALL_ELEMENTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a parameter, in the order of its memory, that one rank updates.
-
-    `index`: of the parameter; from element `start` up to `stop`; in the whole `bucket` they lie at `offset`.
-    """
+    """Elements of a parameter, in the order of its memory, that one rank updates. `index`: of the parameter; from
+    element `start` up to `stop`; in the whole `bucket` they lie at `offset`."""
 
     index: int
     start: int
@@ -85,11 +83,7 @@ def is_cut(key: str, value: object) -> bool:
 
 
 def cut(state: State, parameter: nn.Parameter, piece: Piece) -> State:
-    """The state of a piece, in new memory.
-
-    Raises:
-        ConfigError: it is of a parameter of another shape.
-    """
+    """The state of a piece, in new memory. Refuses that of a parameter of another shape."""
     found: State = {}
     for key, value in state.items():
         if is_cut(key, value):

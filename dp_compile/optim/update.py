@@ -48,9 +48,7 @@ class Part(ABC):
     @abstractmethod
     def before_step(self, *, has_updated: bool) -> str:
         """Why this step would be wrong: a parameter has a gradient that no synchronised backward has brought.
-
-        `has_updated`: a backward has, since the last step.
-        """
+        `has_updated`: a backward has, since the last step."""
 
     # ruff: noqa: B027 -- a part need not act at each of these moments
     def install(self) -> None: ...
@@ -95,7 +93,7 @@ class Whole(Part):
                 optim.step_without_hooks(optimizer)
 
     def before_step(self, *, has_updated: bool) -> str:
-        replica = self.setup.replica_if_alive
+        replica = self.setup.find_replica()
         if replica is None or not has_updated:
             return ""
         given = [index for index in self.setup.indices() if replica.parameters[index].grad is not None]
@@ -108,9 +106,9 @@ class Whole(Part):
         )
 
     def record(self) -> OptimizerRecord:
-        sizes, indices = self.setup.sizes(), self.setup.indices()
+        nbytes = sum(self.setup.replica.parameters[index].nbytes for index in self.setup.indices())
         way = IN_BACKWARD if self.deferred is None else OVERLAP_FORWARD
-        return OptimizerRecord(type(self.setup.optimizer).__name__, way, sum(sizes[index] for index in indices))
+        return OptimizerRecord(type(self.setup.optimizer).__name__, way, nbytes)
 
 
 class Update:
@@ -118,7 +116,7 @@ class Update:
 
     def __init__(self, setup: Setup, part: Part, deferred: Deferred | None) -> None:
         self.setup, self.part, self.deferred = setup, part, deferred
-        self.apply = part.apply
+        self.apply, self.left_out = part.apply, part.left_out
         self._handles: list[Any] = []
         self._awaits_step = False
         """A backward has updated, or left updates to the next forward."""
@@ -129,7 +127,7 @@ class Update:
 
     @property
     def is_alive(self) -> bool:
-        return self.setup.is_alive
+        return self.setup.find_optimizer() is not None
 
     @property
     def _broken(self) -> str:
@@ -227,7 +225,7 @@ class Update:
         self.part.drop()
         if self.deferred is not None:
             self.deferred.drop()
-        if setup.updated and setup.replica_if_alive is not None and not self._broken:
+        if setup.updated and setup.find_replica() is not None and not self._broken:
             self._failed = (
                 f"a backward failed ({type(error).__name__}) after the optimizer had updated {len(setup.updated)} of "
                 f"{len(setup.covered)} parameters in it: {setup.replica.name_list(sorted(setup.updated))}. Parameters "
@@ -235,45 +233,37 @@ class Update:
                 "error."
             )
 
-    def left_out(self, error: BaseException) -> None:
-        self.part.left_out(error)
-
     # --- around step()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_dynamo_compiling():
             _refuse_compiled_step()
-        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
-        if problem := self._problem_of_step(optimizer, has_closure=has_closure):
-            raise ReductionError(problem)
-
-    def _problem_of_step(self, optimizer: Any, *, has_closure: bool) -> str:
-        if has_closure:
-            return (
+        changed = what_changed(self._options, optimizer)
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            problem = (
                 "optimizer.step() was given a closure, but the optimizer updates in the backward, before step(). Run "
                 "the backward yourself and call step() without it."
             )
-        if self._broken:
-            return self._broken
-        if self._options and (changed := what_changed(self._options, optimizer)):
-            return (
+        elif self._broken:
+            problem = self._broken
+        elif changed:
+            problem = (
                 f"{changed} between the backward and optimizer.step(): the backward has updated already, with the old "
                 "value. Set options, and step schedulers, before the backward or after optimizer.step()."
             )
-        if self.setup.given_scaler is None and hasattr(optimizer, "found_inf"):
-            return (
+        elif self.setup.given_scaler is None and hasattr(optimizer, "found_inf"):
+            problem = (
                 "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
                 "still scaled. Give it to in_backward(model, optimizer, shard=True, scaler=scaler)."
             )
-        return self.part.before_step(has_updated=self._awaits_step)
+        else:
+            problem = self.part.before_step(has_updated=self._awaits_step)
+        if problem:
+            raise ReductionError(problem)
 
     def check_clipping(self, index: int) -> None:
-        """Whether gradients of a parameter may be clipped by the loop.
-
-        Raises:
-            ReductionError: the last backward has used them.
-        """
-        if self._awaits_step and self.setup.replica_if_alive is not None and index in self.setup.covered:
+        """Refuse to clip a gradient that the last backward has used."""
+        if self._awaits_step and self.setup.find_replica() is not None and index in self.setup.covered:
             raise ReductionError(
                 f"clip_grad_norm_(): the backward has updated {self.setup.replica.name_list([index])} already, without "
                 "clipping. Pass in_backward(model, optimizer, shard=True, max_norm=...), or use the optimizer without "
@@ -287,7 +277,7 @@ class Update:
             self.deferred.step_ended()
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        replica = self.setup.replica_if_alive
+        replica = self.setup.find_replica()
         if self._broken and replica is not None:
             forget_comparison(replica)
         self._failed, self._awaits_step, self._options = "", False, ()
@@ -299,11 +289,7 @@ class Update:
 
 @compiler.constant
 def _refuse_compiled_step() -> bool:
-    """Run while Dynamo traces.
-
-    Raises:
-        ConfigError: compiled, the step of what is not in the module rounds otherwise, and hooks of it are lost.
-    """
+    """Run while Dynamo traces. Compiled, the step of what is not in the module rounds otherwise and loses its hooks."""
     raise ConfigError(
         "optimizer.step() is compiled, but the optimizer updates in the backward, with its own kernels on every rank. "
         "Call step() as it is: there is nothing left to compile."

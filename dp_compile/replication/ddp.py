@@ -11,34 +11,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from dp_compile._torch import autograd, distributed
+from dp_compile._torch import autograd
+from dp_compile._torch.distributed import set_parameters_to_ignore
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
 from dp_compile.engine.precision import precision_of
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
-from dp_compile.replication.join import join, join_hook
+from dp_compile.replication.join import ReplicaJoinable, join
 from dp_compile.replication.module import (
     moved,
     no_sync,
     register_comm_hook,
     remove_forward_hooks,
     replica_of,
-    state_of,
     unwrap,
     wrap,
 )
 from dp_compile.replication.replicate import merge_options, options_of_torch, replicate_module
-from dp_compile.replication.selection import is_waiting
+from dp_compile.replication.selection import device_of, is_waiting
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, ReplicaJoinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
     Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. It passes
@@ -54,7 +55,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward;
             `False`: neither.
         init_sync: only `True`: ranks compare and copy their state at the start.
-        bucket_cap_mb: MiB at which a bucket is closed; without it, `config` says where buckets end.
+        bucket_cap_mb: as in `ReplicateConfig`; without it, `config` says where buckets end.
         gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
         forward_sync_buffers: copy buffers after each synchronised backward; at the start they are copied in any case.
         ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
@@ -78,7 +79,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             return super().__new__(cls)
         group = resolve_group(given.get("process_group"), given.get("device_mesh"))
         theirs = {name: value for name, value in given.items() if name not in {"self", "config", *fields}}
-        return distributed.wrapped_by_torch(**options_of_torch(options, group), **theirs)
+        return TorchDDP(**options_of_torch(options, group), **theirs)
 
     def __init__(
         self,
@@ -122,10 +123,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             "init_sync_buffers": None if forward_sync_buffers is None else True,
             "mp_policy": mp_policy,
         }
-        group: dict[str, Any] = {"process_group": process_group, "device_mesh": device_mesh}
-        self.module = replicate_module(module, given, config=config, keeps_class=True, **group)
+        self.module = replicate_module(
+            module, given, process_group=process_group, device_mesh=device_mesh, config=config, keeps_class=True
+        )
         wrap(self, unwrap(self.module))
-        config = state_of(self).config
+        config = replica_of(self).config
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.device = next(self.module.parameters()).device
@@ -147,7 +149,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # in this order: no guard on a profiler
             return self._run(inputs, kwargs)
-        with autograd.named_range("DistributedDataParallel.forward"):
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
             return self._run(inputs, kwargs)
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,10 +175,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         register_comm_hook(self.module, state, hook)
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
         """Train with a different number of batches on each rank; see `dp_compile.join`."""
         return join(
@@ -185,18 +184,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             enable=enable,
             throw_on_early_termination=throw_on_early_termination,
         )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join([ddp, optimizer])`: what this rank does once it has no inputs left."""
-        return join_hook(self, replica_of(self.module), **kwargs)
-
-    @property
-    def join_device(self) -> torch.device:
-        return replica_of(self).device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         """Of a copy or a pickle."""
@@ -210,24 +197,22 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group whose ranks average with each other."""
-        return state_of(self).group.process_group
+        return replica_of(self).group.process_group
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards reduce. Can be set; looked at when a backward starts, not in its forward as in torch."""
-        return state_of(self).state.sync
+        return replica_of(self).state.sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        state_of(self).state.sync = bool(value)
+        replica_of(self).state.sync = bool(value)
 
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        distributed.of_torch_ddp("_set_params_and_buffers_to_ignore_for_model")
-    )
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(set_parameters_to_ignore)
 
     @property
     def reducer(self) -> _Reducer:
-        """Takes the calls with which frameworks arm torch's reducer."""
+        """Takes the calls with which frameworks arm torch's C++ reducer: here every backward is looked at anyway."""
         return _Reducer()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -236,21 +221,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 class _Reducer:
-    """In the place of torch's C++ reducer. Nothing has to be armed: every backward is looked at when it starts."""
+    def _nothing(self, *_: Any) -> None: ...
 
-    def prepare_for_forward(self) -> None: ...
-
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None: ...
-
-    def _rebuild_buckets(self) -> bool:
-        """Whether it did: not by this call."""
-        return False
-
-    def _delay_all_reduce(self) -> None: ...
+    prepare_for_forward = prepare_for_backward = _rebuild_buckets = _delay_all_reduce = _nothing
 
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
-distributed.count_as_torch_ddp(DistributedDataParallel)
+TorchDDP.register(DistributedDataParallel)
 # help() would show the arguments of `__new__`.
 DistributedDataParallel.__new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined]
 
@@ -260,14 +237,12 @@ def _one_device(
 ) -> torch.device | None:
     """The device that inputs are moved to."""
     given = [each for each in (*(device_ids or ()), output_device) if each is not None]
-    devices = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in given]
+    devices = [device_of(each if isinstance(each, int) else torch.device(each), "device_ids") for each in given]
     if not devices:
         return None
     if len(devices) > 2 or devices[0] != devices[-1]:
         raise ConfigError(f"device_ids must hold one device (output_device the same), got {device_ids}.")
     device = devices[0]
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
     for name, parameter in module.named_parameters():
         if parameter.device != device:
             raise ConfigError(f"{name} is on {parameter.device}, device_ids says {device}. Call module.to({device}).")

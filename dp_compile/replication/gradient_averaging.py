@@ -1,19 +1,21 @@
-"""How the gradients of a replica are averaged, and what changes that: comm hooks, divide factors, sharded gradients."""
+"""The plan by which gradients are averaged, and what changes it: comm hooks, divide factors, sharded gradients."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dp_compile.comm_hooks.comm_hook import HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import PlanState, Replica
 from dp_compile.engine.supported import (
     AVERAGING,
     CALLED_HOOK,
@@ -24,19 +26,46 @@ from dp_compile.engine.supported import (
     check_supported,
 )
 from dp_compile.errors import require
-from dp_compile.plan.buckets import BucketPlan, GradientSpec
-from dp_compile.plan.planner import PlanResult
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.planner import PlanResult, assumed_times, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.plan.reduction import Averaging
-from dp_compile.replication.planning import make_plan
 
 logger = logging.getLogger("dp_compile.comm_hook")
 
 
-def average_by(replica: Replica, averaging: Averaging) -> None:
-    """Average otherwise from now on. Only between backwards, and on every rank.
+def make_plan(
+    gradients: Sequence[GradientSpec], group: Group, config: ReplicateConfig, units: frozenset[str] | None
+) -> tuple[BucketPlan, PlanState]:
+    """The plan of a module, as far as it can be known before the first backward.
 
-    The buckets stay, with all that was measured of backwards, unless gradients get another size.
+    `units`: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given. Raises a
+    ConfigError where options contradict each other.
     """
+    ready, layout = assumed_times(gradients), Layout(ALIGNMENT_BYTES)
+    strategy = config.chosen_strategy(has_policy=units is not None)
+    if units is not None:
+        planned = plan_per_module(gradients, partial(_unit_of, units), layout)
+    elif config.bucket_cap_mb is not None:
+        planned = plan_fixed(gradients, config.bucket_cap_mb, layout)
+    else:
+        planned = plan_optimal(gradients, config.cost or group.cost, ready, layout)
+    awaits = strategy == "optimal"
+    return planned.plan, PlanState(
+        ready=ready, strategy=strategy, certificate=planned.certificate, awaits_graph=awaits,
+        layout=layout if awaits else None, units=units,
+    )  # fmt: skip
+
+
+def _unit_of(units: Collection[str], parameter: str) -> str:
+    """The innermost unit around a parameter, by fully qualified name."""
+    parts = parameter.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((name for name in around if name in units), "")
+
+
+def average_by(replica: Replica, averaging: Averaging) -> None:
+    """Average otherwise from now on. Only between backwards, and on every rank. The buckets stay, with all that was
+    measured of backwards, unless gradients get another size."""
     was = replica.group.averaging
     # A plan takes long to make, and the divisor alone, which may be another one in each step, changes none.
     same_plan = replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
@@ -52,18 +81,14 @@ def scatter(replica: Replica, names: frozenset[str]) -> None:
 
 def _reduce_by(replica: Replica, group: Group, *, replans: bool) -> None:
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
-    planning = None
-    if replans:
-        planning = make_plan(gradients, group, replica.config, replica.planning.units)
-        replica.planning.layout = planning.layout
-    replica.group = group
-    if planning is None or _keeps_buckets(replica.plan, gradients):
-        replica.adopt(
-            PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate), replica.planning.ready
-        )
+    now = replica.planning
+    plan, new = make_plan(gradients, group, replica.config, now.units) if replans else (replica.plan, now)
+    now.layout, replica.group = new.layout, group
+    if not replans or _keeps_buckets(replica.plan, gradients):
+        replica.adopt(PlanResult(replica.plan.with_keys_of(gradients), now.certificate), now.ready)
     else:
-        replica.planning.awaits_graph = planning.layout is not None
-        replica.adopt(planning.planned, planning.ready)
+        now.awaits_graph = new.awaits_graph
+        replica.adopt(PlanResult(plan, new.certificate), new.ready)
 
 
 def _keeps_buckets(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:

@@ -31,7 +31,7 @@ from dp_compile.engine.plan_sync import finalize_plans, meet_before_launch
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import AVERAGING, JOIN, check_supported
 from dp_compile.errors import ConfigError
-from dp_compile.replication.module import parts_of, replica_of
+from dp_compile.replication.module import inner_module, parts_of, replica_of
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def join(
         ConfigError: parts of the module were replicated by themselves, or a backward reaches another module.
         RuntimeError: with `throw_on_early_termination`, on every rank.
     """
-    member = joinable(module)
+    member, replica = joinable(module), replica_of(module)
     if not enable:
         yield
         return
@@ -72,47 +72,45 @@ def join(
         ):
             yield
     finally:
-        member.replica.state.uneven = None
+        replica.state.uneven = None
 
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
     """A replicated module as the first member of torch's `Join`: `with Join([joinable(model), optimizer]):`."""
-    return ReplicaJoinable(replica_of(module))
+    return ReplicaJoinable(module)
 
 
 class ReplicaJoinable(Joinable):
     """One replicated module in a join context."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        check_supported(replica, (AVERAGING,))
-        self.replica = replica
+        check_supported(replica_of(module), (AVERAGING,))
+        self.module = module
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See `join` for `divide_by_initial_world_size`."""
-        return join_hook(self, self.replica, **kwargs)
+        """For torch's `Join`: what this rank does once it has no inputs. Its backwards are announced from now on.
+
+        See `join` for `divide_by_initial_world_size`.
+
+        Raises:
+            ConfigError: parts of the module were replicated by themselves, or it cannot be combined with `join`.
+        """
+        replica = replica_of(self.module)
+        check_supported(replica, (JOIN,))
+        if parts_of(inner_module(self.module)):
+            raise ConfigError("join() does not support a module with separately replicated parts.")
+        hook = _Membership(self, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
+        replica.state.uneven = hook
+        return hook
 
     @property
     def join_device(self) -> torch.device:
-        return self.replica.device
+        return replica_of(self.module).device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        return self.replica.group.process_group
-
-
-def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
-    """The hook of a replica that torch's `Join` knows as `member`. Its backwards are announced from now on.
-
-    Raises:
-        ConfigError: parts of the module were replicated by themselves, or it cannot be combined with `join`.
-    """
-    check_supported(replica, (JOIN,))
-    root = replica.module.outline.root()
-    if root is not None and parts_of(root):
-        raise ConfigError("join() does not support a module with separately replicated parts.")
-    replica.state.uneven = hook = _Membership(member, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
-    return hook
+        return replica_of(self.module).group.process_group
 
 
 class _Membership(JoinHook):
@@ -125,13 +123,12 @@ class _Membership(JoinHook):
         self._member, self._divides_initially = member, divides_initially
 
     def announce(self, replicas: Sequence[Replica]) -> None:
-        """Announce to ranks without inputs that this rank is about to reduce these modules: this one alone.
-
-        torch's `Join` meets ranks without inputs for its first member only, which would wait for another collective.
-        """
-        if not distributed.join_is_on(self._member):
+        """Announce to ranks without inputs that this rank is about to reduce these modules: this one alone. torch's
+        `Join` meets ranks without inputs for its first member only, which would wait for another collective."""
+        context = distributed.join_config(self._member)
+        if not context.enable:
             return
-        if len(replicas) > 1 or not distributed.is_first_in_join(self._member):
+        if len(replicas) > 1 or not context.is_first_joinable:
             names = ", ".join(replica.names[0] for replica in replicas)
             raise ConfigError(
                 f"a backward inside join() reaches the replicated modules of {names}. join() supports one module, "
@@ -151,10 +148,8 @@ class _Membership(JoinHook):
         self.active = tuple(present.nonzero().flatten().tolist())
 
     def rescale(self) -> None:
-        """From the average over the group to the average over the ranks with inputs, if that is wanted.
-
-        Not if a factor is given, or a comm hook, which in torch divides by itself.
-        """
+        """From the average over the group to the average over the ranks with inputs, if that is wanted. Not if a factor
+        is given, or a comm hook, which in torch divides by itself."""
         world_size = self.replica.group.world_size
         if self.replica.group.averaging.divide_by is not None or self.replica.planning.comm_hook is not None:
             return
@@ -195,5 +190,5 @@ class _Membership(JoinHook):
         state = (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))
         buffers = replica.buffers if replica.config.broadcast_buffers else ()
         tensors = [tensor.detach() for tensor in (*state, *buffers)]
-        distributed.broadcast_state(tensors, process_group, BROADCAST_BYTES, int(source.item()))
+        distributed.broadcast(tensors, process_group, BROADCAST_BYTES, int(source.item()))
         replica.state.uneven = None

@@ -12,7 +12,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, SupportsIndex
 
@@ -20,10 +20,8 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile._torch.module_calls import is_compiled
 from dp_compile.comm_hooks.comm_hook import HookFunction
-from dp_compile.config import HOOK_VARIABLE, ReplicateConfig
-from dp_compile.engine.group import Group
+from dp_compile.config import HOOK_VARIABLE
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica, Switches
@@ -40,7 +38,7 @@ class ReplicatedModule:
         """A plain module: containers make their slices with `type(self)(...)`, and a slice is not replicated."""
         return cls._dp_compile_original(*args, **kwargs)
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+    def set_requires_gradient_sync(self: Any, requires_gradient_sync: bool) -> None:
         """Whether backwards reduce gradients from now on; without, they accumulate locally, as in `no_sync()`.
 
         As FSDP2's, it reaches the parts that were replicated before.
@@ -50,14 +48,14 @@ class ReplicatedModule:
         """
         is_switch = isinstance(requires_gradient_sync, bool)
         require(is_switch, "requires_gradient_sync", "True or False", requires_gradient_sync)
-        for state in states_in(_module(self)):
-            state.state.sync = requires_gradient_sync
+        for each in (self, *parts_of(self)):
+            state_of(each).state.sync = requires_gradient_sync
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self: Any) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
-        return no_sync(_module(self))
+        return no_sync(self)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self: Any, factor: float) -> None:
         """Divide the sum of the gradients by `factor` from now on, not by the number of ranks; as FSDP2.
 
         Of the module's own parameters: parts that were replicated before keep their factor. Every rank calls it, with
@@ -73,9 +71,9 @@ class ReplicatedModule:
             ConfigError: not such a number.
             DesyncError: another rank gives another factor, or none.
         """
-        gradient_averaging.set_gradient_divide_factor(replica_of(_module(self)), class_name(self), factor)
+        gradient_averaging.set_gradient_divide_factor(replica_of(self), class_name(self), factor)
 
-    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+    def register_comm_hook(self: Any, state: Any, hook: HookFunction) -> None:
         """Reduce the gradients with a communication hook of torch's DDP.
 
         Any such hook works. torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
@@ -96,14 +94,12 @@ class ReplicatedModule:
                 say how gradients are averaged already; or there are two levels of network, and the hook is not known.
             DesyncError: another rank registers another hook, or none.
         """
-        register_comm_hook(_module(self), state, hook)
+        register_comm_hook(self, state, hook)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickles hold the plain module, of its original class, without our hooks, and load without this package.
-
-        So do copies of `copy.deepcopy`, as `torch.optim.swa_utils.AveragedModel` makes them: theirs are not reduced.
-        """
-        original: Any = original_class(_module(self))
+    def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
+        """Pickles hold the plain module, of its original class, without our hooks, and load without this package. So do
+        copies of `copy.deepcopy`, as `torch.optim.swa_utils.AveragedModel` makes them: theirs are not reduced."""
+        original: Any = original_class(self)
         reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
             return reduced
@@ -121,15 +117,10 @@ _classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValue
 
 
 def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
-    """`DDP<Name>` for a module of class `<Name>`; the same one each time, so that modules can share compiled code.
+    """`DDP<Name>` for a module of class `<Name>`, which it keeps here; the same one for all, to share compiled code.
 
-    Args:
-        module: it keeps its class here.
-        waiting: it starts with its first forward. Another class until then: what was compiled is not used afterwards.
-        casts: its forward computes in another dtype (`engine/precision.py`), also where `forward` itself is called.
-
-    Raises:
-        UnsupportedModuleError: the class does not allow subclasses, or its objects cannot change their class.
+    `waiting`: it starts with its first forward. Another class until then: what was compiled is not used afterwards.
+    `casts`: its forward computes in another dtype (`engine/precision.py`), also where `forward` itself is called.
     """
     kind = original_class(module)
     named_as_ours = tuple(
@@ -171,7 +162,7 @@ def _own_attribute(where: str, name: str) -> property:
 def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:
     """`fx.GraphModule` writes its code, and a call that looks for its superclass, to the class that it has now."""
     now = type(module)
-    restore_class(module)
+    give_class(module, original_class(module))
     try:
         return module.recompile(*args, **kwargs)
     finally:
@@ -215,28 +206,16 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return module._dp_compile_original if isinstance(module, ReplicatedModule) else type(module)
 
 
-def restore_class(module: nn.Module) -> None:
-    give_class(module, original_class(module))
-
-
-def _module(replicated: ReplicatedModule) -> nn.Module:
-    assert isinstance(replicated, nn.Module)
-    return replicated
-
-
 # --- forward pre-hooks ------------------------------------------------------------------------------------------
 
 
 class Installed:
-    """A forward pre-hook of ours. Copies and pickles of the module have one that does nothing in its place."""
+    """A forward pre-hook of ours. Copies and pickles of the module have one of this class, which does nothing."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return (_Nothing, ())
+        return (Installed, ())
 
-
-class _Nothing(Installed):
-    def __call__(self, *_: Any) -> None:
-        pass
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class ForwardCheck(Installed):
@@ -248,16 +227,16 @@ class ForwardCheck(Installed):
     @compiler.no_graph_of_its_own
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         refuse_traced_backward()
-        around = distributed.active_ddp()
-        if around is not None:
+        around = distributed.parameters_of_active_ddp()
+        if around:
             _refuse_torch_ddp(self.replica, module, around)
 
 
 @compiler.untraced("torch's DistributedDataParallel is around a module that dp_compile replicates")
-def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: nn.Module) -> None:
+def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: Sequence[nn.Parameter]) -> None:
     """Refuse torch's DDP around a replicated module. Its constructor calls nothing of ours, but its forward does."""
     ours = {id(parameter) for parameter in replica.parameters}
-    if any(id(parameter) in ours for parameter in distributed.parameters_of_ddp(around)):
+    if any(id(parameter) in ours for parameter in around):
         raise UnsupportedModuleError(
             f"{class_name(module)} is wrapped by torch's DistributedDataParallel and replicated by dp_compile. "
             "Use one. Leave it out, or put dp_compile.DistributedDataParallel in its place, without replicate()."
@@ -295,17 +274,13 @@ class Pending(Installed):
     gradients that no rank reduces.
     """
 
-    def __init__(
-        self, root: nn.Module, config: ReplicateConfig, group: Group, start: Callable[[nn.Module, Pending], None]
-    ) -> None:
-        self._root, self.config, self.group, self._start = weakref.ref(root), config, group, start
+    def __init__(self, root: nn.Module, start: Callable[[nn.Module, Pending], None]) -> None:
+        self._root, self._start = weakref.ref(root), start
         self.state = Switches()
         self.comm_hooks: list[tuple[Any, HookFunction]] = []
         """What `register_comm_hook` was given: registered after the start."""
 
-    @compiler.untraced(
-        "a module starts to be replicated with its first forward; run one forward before compiling fullgraph"
-    )
+    @compiler.untraced("a module starts to be replicated with its first forward; run one before compiling fullgraph")
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         root = self._root()
         if root is not None and find_state(root) is self:  # not of a module that was taken out before the start
@@ -341,7 +316,7 @@ def wrap(outer: nn.Module, inner: nn.Module) -> None:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside what `torch.compile(module)` returned, or the module itself."""
-    while is_compiled(module):
+    while compiler.is_compiled(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
 
@@ -379,9 +354,9 @@ def replica_of(module: nn.Module) -> Replica:
     """The replica of a module; a UnsupportedModuleError if it is not replicated, or waits for its first forward."""
     state = state_of(module)
     if isinstance(state, Pending):
-        name = class_name(unwrap(module))
         raise UnsupportedModuleError(
-            f"{name} is not replicated yet: it has lazy or meta parameters. Replication starts with its first forward."
+            f"{class_name(unwrap(module))} is not replicated yet: it has lazy or meta parameters. Replication starts "
+            "with its first forward."
         )
     return state
 
@@ -396,11 +371,6 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     if len(_state_of) <= is_replicated(module):
         return []  # the only one: no walk in each micro step
     return [each for each in module.modules() if each is not module and is_replicated(each)]
-
-
-def states_in(module: nn.Module) -> list[Replica | Pending]:
-    """The state of a replicated module, then those of its parts."""
-    return list(dict.fromkeys([state_of(module), *map(state_of, parts_of(inner_module(module)))]))
 
 
 @contextlib.contextmanager

@@ -35,10 +35,12 @@ from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import Statement, check_consistent_in_call, describe_plan, propagate_errors
 from dp_compile.engine.precision import install_precision, make_precision
-from dp_compile.engine.replica import ModuleRefs, PlanState, Replica
+from dp_compile.engine.replica import Replica
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.plan.reduction import Averaging
+from dp_compile.replication import selection
+from dp_compile.replication.gradient_averaging import make_plan
 from dp_compile.replication.module import (
     ForwardCheck,
     InputMover,
@@ -46,30 +48,16 @@ from dp_compile.replication.module import (
     find_state,
     give_class,
     inner_module,
+    original_class,
     parts_of,
     refuse_traced_backward,
     register_comm_hook,
     remove_forward_hooks,
     replicated_class,
-    restore_class,
     set_state,
     state_of,
     unwrap,
 )
-from dp_compile.replication.planning import make_plan
-from dp_compile.replication.selection import (
-    BucketPolicy,
-    Selection,
-    check_ignored,
-    check_not_managed,
-    check_selection,
-    device_of,
-    is_waiting,
-    owning_modules,
-    select,
-    units_of,
-)
-from dp_compile.replication.tensor_parallel import check_dtensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -94,7 +82,7 @@ def replicate(
     static_graph: bool | None = None,
     gradient_as_bucket_view: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    bucket_policy: BucketPolicy | None = None,
+    bucket_policy: selection.BucketPolicy | None = None,
     config: ReplicateConfig | None = None,
 ) -> ModuleT:
     """Average the gradients of `module` over a process group in every backward. Returns the same object.
@@ -171,7 +159,7 @@ class _Request:
 
     group: Group
     config: ReplicateConfig
-    bucket_policy: BucketPolicy | None
+    bucket_policy: selection.BucketPolicy | None
     ignored: frozenset[nn.Module]
     device: torch.device | None
     needs_values: bool
@@ -187,7 +175,7 @@ def replicate_module(
     config: ReplicateConfig | None = None,
     device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    bucket_policy: BucketPolicy | None = None,
+    bucket_policy: selection.BucketPolicy | None = None,
     needs_values: bool = True,
     keeps_class: bool = False,
 ) -> ModuleT:
@@ -199,9 +187,6 @@ def replicate_module(
             tensors, and backwards compute nothing. To look at them on the fake process group, with
             `check_reductions=False`: flags cannot be read there.
         keeps_class: the module's class stays; a wrapper has the methods, whose `.module` keeps its class, as in torch.
-
-    Raises:
-        ConfigError, UnsupportedModuleError, DesyncError: as in `replicate`.
     """
     group, inner = resolve_group(process_group, device_mesh), unwrap(module)
     with propagate_errors(group, CALL):
@@ -226,17 +211,11 @@ def replicate_module(
                 "DistributedDataParallel, to give other options."
             )
         parts = frozenset(parts_of(inner))
-        request = _Request(
-            group,
-            options,
-            bucket_policy,
-            check_ignored(ignored_modules) | parts,
-            None if device_id is None else device_of(device_id, "device_id"),
-            needs_values,
-            keeps_class,
-        )
-        check_not_managed(inner, request.ignored, parts)
-        waiting = needs_values and is_waiting(inner, request.ignored)
+        ignored = selection.check_ignored(ignored_modules) | parts
+        device = None if device_id is None else selection.device_of(device_id, "device_id")
+        request = _Request(group, options, bucket_policy, ignored, device, needs_values, keeps_class)
+        selection.check_not_managed(inner, request.ignored, parts)
+        waiting = needs_values and selection.is_waiting(inner, request.ignored)
         if waiting:
             _wait_for_forward(inner, request)
     if not waiting:
@@ -254,13 +233,20 @@ def unreplicate(module: ModuleT) -> ModuleT:
     """
     state, inner = state_of(module), inner_module(module)
     if isinstance(state, Replica):
-        _release(state)
+        for handle in state.module.hook_handles:
+            handle.remove()
+        state.module.hook_handles = ()
+        for each in state.after.updates:
+            each.released()
+        if state.planning.comm_hook is not None and state.planning.comm_hook.memory is not None:
+            state.planning.comm_hook.memory.unbind()
+        owners.remove(state)
     else:
         for submodule in inner.modules():
             remove_forward_hooks(submodule, only=state)  # not those of parts
     remove_forward_hooks(inner)
     install_precision(inner, None)
-    restore_class(inner)
+    give_class(inner, original_class(inner))
     set_state(inner, None)
     return module
 
@@ -269,11 +255,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
 
 
 def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
-    """The options of `config` and those given by name, which win; `None` is not given.
-
-    Raises:
-        ConfigError: one is not allowed, or a mode of Dynamo in which no gradient would be reduced is on.
-    """
+    """The options of `config` and those given by name, which win; `None` is not given."""
     require(isinstance(config, ReplicateConfig | None), "config", "a ReplicateConfig", type(config))
     options = dataclasses.replace(
         config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
@@ -289,15 +271,12 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
 
 
 def options_of_torch(
-    options: ReplicateConfig, group: Group, bucket_policy: BucketPolicy | None = None
+    options: ReplicateConfig, group: Group, bucket_policy: selection.BucketPolicy | None = None
 ) -> dict[str, Any]:
     """What torch's DDP is given where `ddp_python_hook` is `False` on every rank, by its names.
 
-    The other options are about plans and captured backwards, of which there are none then.
-
-    Raises:
-        ConfigError: an option changes numbers, or what is checked, and torch's DDP does not have it.
-        DesyncError: another rank is to use hooks, or is missing.
+    The other options are about plans and captured backwards, of which there are none then. Refused are options that
+    change numbers, or what is checked, and that torch's DDP does not have.
     """
     refused = {
         "mp_policy": options.mp_policy is not None,
@@ -314,7 +293,7 @@ def options_of_torch(
                 "out, or leave ddp_python_hook at its default."
             )
     check_consistent_in_call(group, {HOOK_VARIABLE: False}, CALL)
-    return {
+    theirs = {
         # torch's DDP takes no math.inf.
         "bucket_cap_mb": None if options.bucket_cap_mb is None else min(options.bucket_cap_mb, 2.0**20),
         "find_unused_parameters": options.may_be_unused and not options.static_graph,
@@ -323,6 +302,7 @@ def options_of_torch(
         # Given, it warns on torch 2.13, where `forward_sync_buffers` takes its place.
         "broadcast_buffers": None if options.broadcast_buffers else False,
     }
+    return {name: value for name, value in theirs.items() if value is not None}
 
 
 # --- select, check, agree, install ------------------------------------------------------------------------------
@@ -332,10 +312,10 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     """Replicate a module whose parameters have values."""
     config = request.config
     with propagate_errors(request.group, CALL):
-        target = select(module, request.ignored)
+        target = selection.select(module, request.ignored)
         copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
-        check_selection(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
-        check_dtensors(target, request.group)
+        selection.check(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
+        selection.check_dtensors(target, request.group.process_group)
         precision = make_precision(module, config, target.parameters.values(), target.left_alone)
         kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
         replica = _make_replica(target, request)
@@ -348,7 +328,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     buffers = replica.buffers if config.copies_buffers_at_start else ()
     states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.module.frozen), *buffers)]
     if replica.group.world_size > 1:
-        distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
+        distributed.broadcast(states, replica.group.process_group, BROADCAST_BYTES)
     if pending is None:
         _move_inputs(module, request.device)
     else:
@@ -368,44 +348,24 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
         register_comm_hook(module, state, hook)
 
 
-def _make_replica(target: Selection, request: _Request) -> Replica:
+def _make_replica(target: selection.Selection, request: _Request) -> Replica:
     config = request.config
-    parameters, names, sparse = tuple(target.trainable.values()), tuple(target.trainable), target.sparse()
+    parameters, names, refs = tuple(target.trainable.values()), tuple(target.trainable), target.refs()
     wire = config.wire_dtype(parameters)
     averaging = Averaging(None if wire is None else str(wire).removeprefix("torch."), config.gradient_divide_factor)
     group = group_on(request.group.process_group, parameters[0].device.type)
     group = dataclasses.replace(group, averaging=averaging, levels=request.group.levels)
-    gradients, policy = gradient_specs(parameters, names, group, sparse), request.bucket_policy
-    units = None if policy is None else units_of(target.module, policy, target.left_alone)
-    planning = make_plan(gradients, group, config, units)
+    gradients, policy = gradient_specs(parameters, names, group, refs.sparse), request.bucket_policy
+    units = None if policy is None else selection.units_of(target.module, policy, target.left_alone)
+    plan, planning = make_plan(gradients, group, config, units)
     replica = Replica(
-        parameters=parameters,
-        names=names,
-        module=ModuleRefs(
-            frozen=tuple(target.frozen.items()),
-            buffer_refs=target.places(target.buffers),
-            parameter_refs=target.places(target.parameters),
-            outline=target.outline(),
-            beside_shards=target.sharded,
-            sparse=sparse,
-        ),
-        group=group,
-        config=config,
-        plan=planning.planned.plan,
-        planning=PlanState(
-            ready=planning.ready,
-            strategy=planning.strategy,
-            certificate=planning.planned.certificate,
-            awaits_graph=planning.layout is not None,
-            layout=planning.layout,
-            units=units,
-        ),
+        parameters=parameters, names=names, module=refs, group=group, config=config, plan=plan, planning=planning
     )
     check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
     return replica
 
 
-def _statement(target: Selection, replica: Replica) -> Statement:
+def _statement(target: selection.Selection, replica: Replica) -> Statement:
     """What ranks compare, as plain data."""
 
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -447,25 +407,11 @@ def _wait_for_forward(module: nn.Module, request: _Request) -> None:
             remove_forward_hooks(submodule, only=pending)
         compiler.forget_calls_that_broke()
 
-    pending, casts = Pending(module, request.config, request.group, start), request.config.casts
+    pending, casts = Pending(module, start), request.config.casts
     kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
     _move_inputs(module, request.device)
-    for owner in dict.fromkeys((module, *owning_modules(module, request.ignored))):
+    for owner in dict.fromkeys((module, *selection.owning_modules(module, request.ignored))):
         owner.register_forward_pre_hook(pending)
     set_state(module, pending)
     if kind is not None:
         give_class(module, kind)
-
-
-def _release(replica: Replica) -> None:
-    for handle in replica.module.hook_handles:
-        handle.remove()
-    replica.module.hook_handles = ()
-    for each in replica.after.updates:
-        each.released()
-    if replica.planning.comm_hook is not None and replica.planning.comm_hook.memory is not None:
-        replica.planning.comm_hook.memory.unbind()
-    root = replica.module.outline.root()
-    if root is not None:
-        install_precision(root, None)
-    owners.remove(replica)

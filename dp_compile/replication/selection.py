@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import autograd, distributed
 from dp_compile._torch.dtensors import is_dtensor
+from dp_compile._torch.missing import loaded
 from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
 from dp_compile.engine.parameter_refs import Outline, ParameterRef
+from dp_compile.engine.replica import ModuleRefs
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 
 if TYPE_CHECKING:
@@ -46,16 +49,21 @@ class Selection:
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.trainable | self.frozen
 
-    @property
-    def sharded(self) -> bool:
-        """Whether parts of the module were left to `fully_shard`."""
-        return any(_is_fully_sharded(each) for each in self.left_alone)
-
-    def outline(self) -> Outline:
+    def refs(self) -> ModuleRefs:
+        """Where all of it is found again. Sparse gradients are those that torch's DDP looks for, too."""
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        sparse = {id(each.weight) for each in self.module.modules() if isinstance(each, kinds) and each.sparse}
         names = frozenset(fully_qualified(name) for name, _ in self.module.named_parameters(remove_duplicate=False))
-        return Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone))
+        return ModuleRefs(
+            frozen=tuple(self.frozen.items()),
+            buffer_refs=self._places(self.buffers),
+            parameter_refs=self._places(self.parameters),
+            outline=Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone)),
+            beside_shards=any(map(_is_fully_sharded, self.left_alone)),
+            sparse=frozenset(index for index, each in enumerate(self.trainable.values()) if id(each) in sparse),
+        )
 
-    def places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[ParameterRef, ...]:
+    def _places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[ParameterRef, ...]:
         """Every place of each of these tensors: tied ones have several."""
         chosen = set(map(id, tensors.values()))
         return tuple(
@@ -63,12 +71,6 @@ class Selection:
             for owner, attribute, name, tensor in _placed(self.module)
             if id(tensor) in chosen
         )
-
-    def sparse(self) -> frozenset[int]:
-        """The trainable parameters whose gradients are sparse, by index: what torch's DDP looks for, too."""
-        kinds = (nn.Embedding, nn.EmbeddingBag)
-        weights = {id(each.weight) for each in self.module.modules() if isinstance(each, kinds) and each.sparse}
-        return frozenset(index for index, each in enumerate(self.trainable.values()) if id(each) in weights)
 
 
 def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
@@ -91,7 +93,7 @@ def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
 
 def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.Module]:
     """The modules, the outermost one and those below it, that own parameters which are not left alone."""
-    walked = _walk(module, _left_alone(module, ignored))
+    walked = module.named_modules(memo={*_left_alone(module, ignored)})  # not into these
     return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
 
 
@@ -111,25 +113,11 @@ def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple
     names = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     named = (*module.named_parameters(), *module.named_buffers()) if names else ()
     seen |= {id(tensor) for name, tensor in named if name in names or fully_qualified(name) in names}
-    for prefix, submodule in _walk(module, left_alone):
+    for prefix, submodule in module.named_modules(memo={*left_alone}):  # not into these
         for name, tensor in (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (f"{prefix}.{name}" if prefix else name), tensor
-
-
-def _walk(module: nn.Module, left_alone: frozenset[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules`, but not into what is left alone."""
-    seen: set[nn.Module] = set()
-    stack = [("", module)]
-    while stack:
-        name, current = stack.pop()
-        if current in left_alone or current in seen:
-            continue
-        seen.add(current)
-        yield name, current
-        children = list(current.named_children())
-        stack.extend((f"{name}.{child_name}" if name else child_name, child) for child_name, child in children[::-1])
 
 
 def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
@@ -182,11 +170,12 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
             "outside a part that is replicated already, but it is reduced only once. Replicate these modules in one "
             "call."
         )
-    for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
+    fsdp = loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for name, submodule in module.named_modules(memo={*_left_alone(module, ignored)} - {module}):
         apis = distributed.composable_apis(submodule)
         managers = {
             "torch's DistributedDataParallel": distributed.is_torch_ddp(submodule),
-            "FullyShardedDataParallel": distributed.is_fsdp_module(submodule),
+            "FullyShardedDataParallel": fsdp is not None and isinstance(submodule, fsdp),
             "fully_shard": "fully_shard" in apis,
             "torch's replicate": "replicate" in apis,
         }
@@ -195,16 +184,9 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
             raise UnsupportedModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
 
 
-def check_selection(
-    target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True
-) -> None:
-    """Refuse what cannot be replicated, by name.
-
-    Args:
-        device: where the user says that the parameters are.
-        copies_buffers: the first rank's buffers are copied to the others.
-        needs_values: refuse the meta device and fake tensors too.
-    """
+def check(target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True) -> None:
+    """Refuse what cannot be replicated, by name; with `needs_values` the meta device and fake tensors, too. `device`:
+    where the user says that the parameters are."""
     if not target.trainable:
         raise UnsupportedModuleError(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
@@ -272,24 +254,59 @@ def _cannot_be_reduced(parameter: torch.Tensor, *, fake_allowed: bool) -> str:
     return ""
 
 
+def check_dtensors(target: Selection, group: dist.ProcessGroup) -> None:
+    """Refuse DTensors that lie on ranks the module is replicated over, or that are sums of their parts, or complex.
+
+    A parameter stays the DTensor that it is. Each rank reduces the part of a gradient that it holds, with the ranks
+    that hold the same part: the group of `replicate` has to be the other dimension of the mesh.
+    """
+    replicated = set(dist.get_process_group_ranks(group))
+    tensors: dict[str, Any] = target.parameters | target.buffers
+    for name, tensor in tensors.items():
+        if not is_dtensor(tensor):
+            continue
+        shared = sorted(replicated.intersection(tensor.device_mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise ConfigError(
+                f"{name} is a DTensor sharded over ranks {shared}, but the module would be replicated over ranks "
+                f"{sorted(replicated)}, which include them. Ranks with different shards cannot be averaged. Replicate "
+                "over the mesh dimension that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
+            )
+        if name in target.trainable and any(each.is_partial() for each in tensor.placements):
+            raise UnsupportedModuleError(
+                f"{name} is a DTensor with a Partial placement: no rank has its value. Call redistribute() on it with "
+                "Replicate() or Shard(dim) before it becomes a parameter."
+            )
+        if name in target.trainable and tensor.is_complex():
+            raise UnsupportedModuleError(f"{name} is a complex DTensor; real ones are supported.")
+
+
+def refuse_dtensors(module: nn.Module, what: str) -> None:
+    """Refuse a module with DTensor parameters, naming the first, with what does not support them."""
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter):
+            raise ConfigError(
+                f"{what} does not know DTensor parameters, and {fully_qualified(name)} is one. Use replicate() and a "
+                "plain optimizer for a tensor-parallel module."
+            )
+
+
 # --- where buckets end ------------------------------------------------------------------------------------------
 
 
 def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module]) -> frozenset[str]:
     """The modules that a policy names, by fully qualified name. torch's policies are not asked about `left_alone`."""
-    units: Collection[nn.Module]
-    if distributed.is_wrap_policy(policy):
-        units = distributed.run_wrap_policy(policy, module, set(left_alone))
-        if any(units.values()):
-            raise ConfigError(
-                "bucket_policy returned options for a module; only True or False is allowed. Call replicate() first on "
-                "a module that has other options."
-            )
-    elif callable(policy):
-        units = distributed.run_auto_wrap_policy(policy, module, set(left_alone))
+    kinds = tuple(policy) if isinstance(policy, Collection) else ()
+    units: Mapping[nn.Module, Mapping[str, Any]] | None
+    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        units = {each: {} for each in module.modules() if isinstance(each, kinds)}
     else:
-        kinds = tuple(policy) if isinstance(policy, Collection) else ()
-        is_set = bool(kinds) and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
-        require(is_set, "bucket_policy", "a set of module classes or a policy of FSDP", policy)
-        units = [each for each in module.modules() if isinstance(each, kinds)]
+        units = distributed.modules_of_policy(policy, module, set(left_alone))
+    require(units is not None, "bucket_policy", "a set of module classes or a policy of FSDP", policy)
+    assert units is not None
+    if any(units.values()):
+        raise ConfigError(
+            "bucket_policy returned options for a module; only True or False is allowed. Call replicate() first on "
+            "a module that has other options."
+        )
     return frozenset(fully_qualified(name) for name, each in module.named_modules() if each in units)

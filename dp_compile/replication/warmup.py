@@ -86,9 +86,12 @@ def warmup(
     for each in replicas:
         each.wait_for_updates()  # what ends during the warm-up is taken back with the counters
     require(bool(examples), "batches", "at least one batch", examples)
-    kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
+    # Whether each backward reduces, and whether it adds to the gradients of the one before. Those of a reduction are
+    # parts of one bucket, others have memory of their own: code that adds to them differs.
+    kinds = [(True, False), (True, True)] if gradients_kept else [(True, False)]
+    kinds += [(False, False), (True, True)] if accumulation else []
     check_consistent_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
-    made = [_made()]
+    made = [(compiler.captures(), compiler.compiled_graphs())]
     with _without_side_effects(unwrap(module), replicas):
         versions = _versions(module)
         started, of = time.monotonic(), len(examples) * len(kinds)
@@ -112,25 +115,12 @@ def warmup(
                 if new := compiler.compiled_graphs() - graphs:
                     place, so_far = f"round {len(made)}: backward {number} of {of}", time.monotonic() - started
                     logger.info("warm-up, %s compiled %s, %.1f s so far", place, count(new, "graph"), so_far)
-            made.append(_made())
+            made.append((compiler.captures(), compiler.compiled_graphs()))
     check_consistent_in_call(replica, {}, "the end of warmup()")
     for each in replicas:
         each.state.is_warmed_up = True
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     return WarmupRecord((len(made) - 1) * of, captures, graphs, settled=made[-1] == made[-2])
-
-
-def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:
-    """Whether each backward reduces, and whether it adds to the gradients of the one before.
-
-    Gradients from a reduction are parts of one bucket, others have memory of their own: code that adds to them differs.
-    """
-    kinds = [(True, False)]
-    if gradients_kept:
-        kinds += [(True, True)]
-    if accumulation:
-        kinds += [(False, False), (True, True)]
-    return kinds
 
 
 def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
@@ -142,10 +132,6 @@ def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
 
 def _versions(module: nn.Module) -> dict[str, int]:
     return {name: autograd.version_of(parameter) for name, parameter in unwrap(module).named_parameters()}
-
-
-def _made() -> tuple[int, int]:
-    return compiler.captures(), compiler.compiled_graphs()
 
 
 @contextlib.contextmanager
@@ -161,26 +147,26 @@ def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Ite
         for owner in module.modules()
         for name, buffer in owner.named_buffers(recurse=False)
     ]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        with contextlib.ExitStack() as stack:
-            for replica in replicas:
-                stack.enter_context(_same_counts(replica))
-            try:
-                yield
-            finally:
-                for parameter, grad in grads:
-                    parameter.grad = grad
-                with torch.no_grad():
-                    for owner, name, buffer, value in buffers:
-                        buffer.copy_(value)
-                        setattr(owner, name, buffer)  # the forward may have put another tensor in its place
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type))
+        for replica in replicas:
+            stack.enter_context(_same_counts(replica))
+        try:
+            yield
+        finally:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            with torch.no_grad():
+                for owner, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    setattr(owner, name, buffer)  # the forward may have put another tensor in its place
 
 
 @contextlib.contextmanager
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.history.synced_backwards, replica.history.backwards.copy()
-    used = set(replica.state.step_guard.used)
-    versions = dict(replica.state.step_guard.versions)
+    guard = replica.state.step_guard
+    used, versions = set(guard.used), dict(guard.versions)
     memory = None if replica.planning.comm_hook is None else replica.planning.comm_hook.memory
     remembered = None if memory is None else memory.state_dict()
     replica.state.is_dry_run = True
@@ -188,10 +174,9 @@ def _same_counts(replica: Replica) -> Iterator[None]:
         yield
     finally:
         replica.state.is_dry_run = False
-        replica.state.step_guard.versions = versions
+        guard.used, guard.versions = used, versions
         replica.history.synced_backwards = steps
         if memory is not None and remembered is not None:
             memory.restore(remembered)
         replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.history.backwards.update(backwards)
-        replica.state.step_guard.used = used

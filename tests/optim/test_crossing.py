@@ -27,7 +27,7 @@ from twins import ADAMW, SGD, SMALL, Net, id_of, twins, two_groups
 import dp_compile
 import dp_compile.plan.crossing
 from dp_compile.averaging import PeriodicModelAverager
-from dp_compile.optim.deferred import Pending, PendingUpdate
+from dp_compile.optim.deferred import PendingUpdate
 from dp_compile.passes.crossing import in_flight
 
 OPTIMIZERS = {
@@ -564,7 +564,7 @@ def lost():
         raise RuntimeError("Operation timed out! again")
 
     failed = mock.Mock(side_effect=RuntimeError("Operation timed out!"))  # gloo's
-    with mock.patch.object(Pending, "_finish", failed), mock.patch.object(PendingUpdate, "wait", again):
+    with mock.patch.object(PendingUpdate, "finish", failed), mock.patch.object(PendingUpdate, "wait", again):
         with pytest.raises(RuntimeError) as error:
             dp_compile.optim.synchronize(both.ours)
     assert "again" not in str(error.value)
