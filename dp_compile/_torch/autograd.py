@@ -1,9 +1,11 @@
-"""The autograd engine, and what is on while it runs. Loads no compiler."""
+"""The autograd engine, what is on while it runs, and who holds the memory of tensors. Loads no compiler."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -29,6 +31,8 @@ with named():
     _engine_at_import = _Variable._execution_engine  # the names have to be there
     _Engine: Any = type(_engine_at_import)
     _run_at_import = _Engine.run_backward
+    copy_all: Callable[..., None] = torch._foreach_copy_
+    multiply_all: Callable[..., None] = torch._foreach_mul_
     _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     _profiled_at_import = _profiler._is_profiler_enabled
 
@@ -172,3 +176,41 @@ def recorded_events(
         elif not wanted(name):
             continue
         yield name, category, each.start_ns(), each.end_ns(), each.start_thread_id(), each.correlation_id()
+
+
+# --- memory: who has a part of a block
+
+
+def holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two numbers that are the same again once no more holds a tensor's memory than when they were asked for.
+
+    How many tensors, arrays and so on lie in it; and how many hold its storage as an object of Python, of which there
+    is one that everybody gets, so that the first number does not show them (torch 2.13).
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
+
+
+@functools.cache
+def shows_holders() -> bool:
+    """Whether this torch says so, of all who could look at memory later."""
+    try:
+        with as_outermost_code():  # while something is compiled, tensors are fake
+            tensor = torch.empty(4, dtype=torch.uint8, device="cpu")
+            alone = holders(tensor)
+            for held in _held(tensor):
+                if holders(tensor) == alone:
+                    return False
+                del held
+            return holders(tensor) == alone
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _held(tensor: torch.Tensor) -> Iterator[Any]:
+    """The memory of a tensor, held in different ways, one after the other."""
+    yield tensor[1:]
+    yield tensor.detach()
+    yield tensor.numpy()
+    yield tensor.untyped_storage()
+    yield tensor.detach().__dlpack__()

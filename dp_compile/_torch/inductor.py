@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import fx
 
 from dp_compile._torch.missing import named
@@ -116,19 +115,9 @@ def graph_being_lowered() -> Any:
     return _state.graph
 
 
-def lower_multiplication(value: Any, factor: float) -> Any:
-    """`value * factor` among Inductor's tensors, computed by its readers."""
-    return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
-
-
-def lower_cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` in another dtype among Inductor's tensors, computed by its readers."""
-    return _lowerings[torch.ops.prims.convert_element_type.default](value, dtype)
-
-
-def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """Lower `aten.full(sizes, 0)` to an Inductor IR node, which is fused into its consumers."""
-    return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)
+def lower(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of an op among Inductor's tensors, computed by its readers or fused into them."""
+    return _lowerings[op](*args, **kwargs)
 
 
 def lower_as_call(op: Any, *args: Any) -> Any:

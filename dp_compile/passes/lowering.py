@@ -28,6 +28,7 @@ from dp_compile.passes.reduction import FLAT_BUCKET, dtype_of_product, gaps_of, 
 from dp_compile.passes.updates import UPDATE
 
 ir = inductor.ir
+_CAST, _MULTIPLY = torch.ops.prims.convert_element_type.default, torch.ops.aten.mul.Tensor
 
 
 class Written(NamedTuple):
@@ -91,7 +92,7 @@ def _lower(
             observer(Written(provenance.unit, int(provenance.members[position]), is_copied))
     for offset, gap in gaps_of(places, numel) if zero_gaps else ():
         layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
-        zeros = inductor.lower_zeros([gap], device, dtype)
+        zeros = inductor.lower(torch.ops.aten.full.default, [gap], 0, dtype=dtype, device=device)
         bucket.inputs.append(ir.ConcatKernel.realize_into(zeros, ir.ReinterpretView(data=storage, layout=layout)))
     graph = inductor.graph_being_lowered()
     bucket.name = graph.register_buffer(bucket)
@@ -166,15 +167,15 @@ def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any = None) -> Any:
     """A gradient times `scale`, or `factor` if there is one, rounded to `dtype`, computed where it is read."""
     if factor is not None:
         inner = dtype_of_product(gradient.get_dtype(), dtype)
-        both = (inductor.lower_cast(each, inner) for each in (gradient, factor))
-        return inductor.lower_cast(inductor.lower_multiplication(*both), dtype)
+        both = (inductor.lower(_CAST, each, inner) for each in (gradient, factor))
+        return inductor.lower(_CAST, inductor.lower(_MULTIPLY, *both), dtype)
     if scale != 1.0:
         wide = torch.promote_types(gradient.get_dtype(), dtype)
         if gradient.get_dtype() != wide:
-            gradient = inductor.lower_cast(gradient, wide)
-        gradient = inductor.lower_multiplication(gradient, scale)
+            gradient = inductor.lower(_CAST, gradient, wide)
+        gradient = inductor.lower(_MULTIPLY, gradient, scale)
     if gradient.get_dtype() != dtype:
-        return inductor.lower_cast(gradient, dtype)
+        return inductor.lower(_CAST, gradient, dtype)
     if scale != 1.0:
         return gradient
     return ir.Pointwise.create(

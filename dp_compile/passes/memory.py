@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import fx
 
-from dp_compile._torch import storages
+from dp_compile._torch import autograd
 from dp_compile.comm_hooks.functional import HookRun, State
 from dp_compile.plan.buckets import BucketPlan
 
@@ -43,7 +43,7 @@ class MemoryPlace(NamedTuple):
 def place_of(bucket: fx.Node) -> MemoryPlace | None:
     """The memory that a bucket has if it is used again; `None`: it is allocated in each backward."""
     place = bucket.meta.get(PLACE)
-    if not isinstance(place, MemoryPlace) or place.wish is False or not storages.shows_holders():
+    if not isinstance(place, MemoryPlace) or place.wish is False or not autograd.shows_holders():
         return None
     value = bucket.meta["val"]
     if value.device.type != "cpu":
@@ -55,7 +55,7 @@ def place_of(bucket: fx.Node) -> MemoryPlace | None:
 
 
 class _Kept(NamedTuple):
-    """Memory, and what `storages.holders` says of it while no part of it is referenced elsewhere."""
+    """Memory, and what `autograd.holders` says of it while no part of it is referenced elsewhere."""
 
     memory: torch.Tensor
     alone: tuple[int, int]
@@ -80,7 +80,7 @@ class BucketMemory:
         kept = self.kept.get((number, numel, dtype))
         if kept is None or not _becomes_free(kept):
             memory = torch.empty(numel, dtype=dtype, device=device)
-            kept = self.kept[number, numel, dtype] = _Kept(memory, storages.holders(memory))
+            kept = self.kept[number, numel, dtype] = _Kept(memory, autograd.holders(memory))
         return torch.empty(0, dtype=dtype, device=device).set_(kept.memory.untyped_storage(), 0, (numel,), (1,))
 
     def in_turn(self, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -96,7 +96,7 @@ def _becomes_free(kept: _Kept) -> bool:
     60 backwards of 4 ms, 2 ranks on 2 cores.
     """
     for _ in range(_LOOKS):
-        if storages.holders(kept.memory) == kept.alone:
+        if autograd.holders(kept.memory) == kept.alone:
             storage = kept.memory.untyped_storage()
             # Another process may read shared memory, which no count shows. Looked at last: a thread that shares a
             # tensor references it until then.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.fx.node import has_side_effect
 
-from dp_compile._torch import autograd, distributed, storages
+from dp_compile._torch import autograd, distributed
 from dp_compile.comm_hooks.functional import HookRun, State, bucket_of, fake_step
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.passes.memory import make_op, this_thread
@@ -142,9 +142,9 @@ def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
             torch.mul(tensor.to(wide), scale, out=part)
     if together:
         targets, values = zip(*together, strict=True)
-        storages.copy_all(targets, values)
+        autograd.copy_all(targets, values)
         if scale != 1.0:
-            storages.multiply_all(targets, scale)
+            autograd.multiply_all(targets, scale)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import dp_compile
-from dp_compile._torch import storages
+from dp_compile._torch import autograd
 from dp_compile.passes import memory as bucket_memory
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.passes.pipeline import OwnMemory
@@ -87,7 +87,7 @@ def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch):
             tensor.share_memory_()
         return kept.alone
 
-    monkeypatch.setattr(storages, "holders", shared_meanwhile)
+    monkeypatch.setattr(autograd, "holders", shared_meanwhile)
     assert not memory.take(0, 8, torch.float32, CPU).is_shared()
 
 
@@ -206,9 +206,9 @@ def test_memory_goes_with_the_module_and_with_the_plan():
     training.step(0)
     model = weakref.ref(training.model)
     (kept,) = replica_of(training.model).state.bucket_memory.kept.values()
-    assert storages.holders(kept.memory) != kept.alone
+    assert autograd.holders(kept.memory) != kept.alone
     training.model.zero_grad()
-    assert storages.holders(kept.memory) == kept.alone
+    assert autograd.holders(kept.memory) == kept.alone
     memory = weakref.ref(kept.memory)
     del training, kept
     gc.collect()
