@@ -20,7 +20,6 @@ from dp_compile.optim.readers import let_readers_wait
 from dp_compile.optim.setup import Setup, check_kind
 from dp_compile.optim.shard import Shard
 from dp_compile.optim.update import Part, Update, Whole
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replication.module import replica_of
@@ -188,12 +187,10 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
 
 def _plan_for(replica: Replica) -> None:
     """Let buckets be launched in the order in which the next forward needs them, from now on; on every rank."""
-    group = replica.group
-    layout = Layout(ALIGNMENT_BYTES) if replica.planning.strategy == "optimal" else None
-    cost = replica.config.cost or group.cost
-    replica.planning.for_next_forward = True
-    as_it_is = PlanResult(replica.plan, replica.planning.certificate)
-    planned = plan_crossing(as_it_is, replica.planning.ready, cost, layout, lanes=group.backend.lanes)
+    group, planning = replica.group, replica.planning
+    planning.for_next_forward = True
+    now, cost = PlanResult(replica.plan, planning.certificate), replica.config.cost or group.cost
+    planned = plan_crossing(now, planning.ready, cost, planning.layout, lanes=group.backend.lanes)
     statement = {"the plan with overlap_forward": planned.plan.signature()}
     check_consistent_in_call(replica, statement, "in_backward(overlap_forward=True)")
-    replica.adopt(planned, replica.planning.ready)
+    replica.adopt(planned, planning.ready)
