@@ -45,12 +45,14 @@ class Shares(NamedTuple):
 
     Ready if gradients are launched in the order of the graph: what only later ones need comes after (`overlap.py`).
     `backward_s`: how long all of it takes at `_BYTES_PER_S`. A GPT and a ResNet of the benchmark take 0.64 and 0.51 of
-    that, 1,000 small layers 4 times as long, one large embedding 0.15 (one CPU core, 2026-11-28).
+    that, 1,000 small layers 4 times as long, one large embedding 0.15 (one CPU core, 2026-11-28). `may_wait`: see
+    `_may_wait`.
     """
 
     ready: float
     own: float
     backward_s: float
+    may_wait: bool
 
 
 def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[Shares]:
@@ -88,12 +90,14 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
         # A DTensor comes after all that the backward computes, but no code waits for more than its parts.
         return max(map(position.__getitem__, dynamo.parts_of_subclass(each.gradient) or [each.node]))
 
-    found, launched = dict[fx.Node, Shares](), 0.0
-    for each in sorted(accumulations, key=made):
+    in_order = sorted(accumulations, key=made)
+    may_wait, found, launched = _may_wait(in_order, only, values), dict[fx.Node, Shares](), 0.0
+    for each in in_order:
         launched += own[each.node]
         work = shared_until[nodes[made(each)]] + launched
         shares = (work / total, own[each.node] / total) if total else (1.0, 0.0)
-        found[each.node] = Shares(*shares, total / _bytes_per_s(values[each.gradient].device.type))
+        backward_s = total / _bytes_per_s(values[each.gradient].device.type)
+        found[each.node] = Shares(*shares, backward_s, each.node in may_wait)
     return [found[each.node] for each in accumulations]
 
 
@@ -104,6 +108,48 @@ def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> di
         needed_by = {found[user] for user in node.users}
         found[node] = node if node in accumulations else needed_by.pop() if len(needed_by) == 1 else None
     return found
+
+
+def _may_wait(
+    accumulations: Sequence[Accumulation], only: Mapping[fx.Node, fx.Node | None], values: Values
+) -> set[fx.Node]:
+    """The last accumulations of a graph whose own work may all come at the end of the backward.
+
+    Until then what it reads stays in memory. That is allowed as far as there was room at the start, for what the
+    backward was given and all gradients (as in torch's DDP, `overlap.py`): mostly for all of it, for little where
+    activations are computed again.
+    """
+    nodes = accumulations[0].node.graph.nodes
+    read = {each.node: dict[StorageWeakRef, int]() for each in accumulations}
+    given = dict[StorageWeakRef, int]()
+    for node in nodes:
+        gradient_of = only.get(node)
+        if node.op == "placeholder":
+            given |= _memories(values.get(node))
+        elif gradient_of is not None and node not in read:
+            for source in node.all_input_nodes:
+                if only.get(source) is not gradient_of:
+                    read[gradient_of] |= _memories(values.get(source))
+    for each in accumulations:
+        parameter = each.node.args[0]
+        assert isinstance(parameter, fx.Node)
+        for memory in _memories(values.get(parameter)):  # which stays
+            given.pop(memory, None)
+    room, held, found = sum(given.values()), dict[StorageWeakRef, int](), set[fx.Node]()
+    for each in reversed(accumulations):
+        room += sum(_memories(values.get(each.gradient)).values())
+        more = {memory: nbytes for memory, nbytes in read[each.node].items() if memory not in held}
+        held |= more
+        room -= sum(more.values())
+        if room < 0:
+            break
+        found.add(each.node)
+    return found
+
+
+def _memories(value: Any) -> dict[StorageWeakRef, int]:
+    """The storages of tensors, with their bytes."""
+    return {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors_in(value)}
 
 
 def _sending(node: fx.Node, values: Values) -> float:

@@ -73,7 +73,7 @@ def plan_crossing(
     orders = [
         jobs_of(order, times, cost, backward_s)
         for buckets in candidates
-        for order in _orders(jobs_of(buckets, times, cost, backward_s), lanes)
+        for order in _orders(jobs_of(buckets, times, cost, backward_s), times, lanes)
     ]
     best = min(orders, key=lambda order: (sum(ratios(order, backward_s, lanes)), len(order)))
     first = (layout or PACKED).bucket([flags])
@@ -90,13 +90,15 @@ def plan_crossing(
     return PlanResult(replace(planned.plan, buckets=buckets), certificate)
 
 
-def _orders(jobs: Sequence[Job], lanes: int) -> dict[tuple[Bucket, ...], None]:
+def _orders(jobs: Sequence[Job], times: ReadyTimes, lanes: int) -> dict[tuple[Bucket, ...], None]:
     """Of jobs in the order in which they are ready, each order once."""
     by_need = sorted(jobs, key=lambda job: job.needed_s)
     found = [in_order_of_need(jobs, slower, lanes) for slower in SPEEDS]
     for split in range(SPLITS):
-        first = jobs[: len(jobs) * split // SPLITS]
-        found.append((*first, *(job for job in by_need if job not in first)))
+        place = len(jobs) * split // SPLITS
+        first, rest = jobs[:place], jobs[place:]
+        if all(times.of(each.gradient) >= times.waits_from for job in rest for each in job.bucket.members):
+            found.append((*first, *(job for job in by_need if job in rest)))
     return dict.fromkeys(tuple(job.bucket for job in order) for order in found)
 
 

@@ -13,7 +13,7 @@ import json
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import accumulate, groupby, pairwise, product
 from typing import Final, NamedTuple
@@ -60,7 +60,8 @@ class ReadyTimes:
     `shares` by the gradient's index, if they are launched as they become ready; one that is not listed is ready at the
     end. `own`: what of the backward nothing but this gradient needs, as the product that makes a weight's.
     `backward_s` is the length of that backward in seconds, `None` if it is not known; `nominal_s` what it would be on a
-    nominal device.
+    nominal device. There is memory for the own work of those that are ready at `waits_from` or later to wait until the
+    end.
     """
 
     shares: Mapping[int, float]
@@ -68,6 +69,7 @@ class ReadyTimes:
     basis: str
     own: Mapping[int, float] = field(default_factory=dict)
     nominal_s: float | None = None
+    waits_from: float = 0.0
 
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
@@ -92,15 +94,13 @@ class ReadyTimes:
         return shares
 
     def to_json(self) -> str:
-        lists = {"shares": list(self.shares.items()), "own": list(self.own.items())}
-        return json.dumps({**lists, "backward_s": self.backward_s, "basis": self.basis, "nominal_s": self.nominal_s})
+        return json.dumps(asdict(self) | {name: list(getattr(self, name).items()) for name in ("shares", "own")})
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
-        shares, own = dict(data["shares"]), dict(data["own"])
-        return ReadyTimes(shares, data["backward_s"], data["basis"], own, data["nominal_s"])
+        return ReadyTimes(**data | {name: dict(data[name]) for name in ("shares", "own")})
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:

@@ -237,5 +237,26 @@ def test_what_nothing_but_one_gradient_needs():
     values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
     first, second = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
     seconds = 4 * 2 * 64**3 / 8.0 / 10e9  # of one core
-    assert first == pytest.approx((0.5, 0.25, seconds))  # what the second needs alone comes after its launch
-    assert second == pytest.approx((1.0, 0.5, seconds))
+    # What the second needs alone comes after the launch of the first. `both`, `x` and `y` are no larger than what the
+    # backward was given and its gradients.
+    assert first == pytest.approx((0.5, 0.25, seconds, True))
+    assert second == pytest.approx((1.0, 0.5, seconds, True))
+
+
+def test_what_may_wait_until_the_end_of_a_backward():
+    """Four products of tensors that the backward makes, as where activations are computed again."""
+    grads = [Grad(index=index, shape=(8, 8)) for index in range(4)]
+
+    def backward(x):
+        found, kept = [], x
+        for each in grads:
+            kept = kept * 2.0
+            found.append(each.reduce(kept.t() @ kept))
+        return found
+
+    graph = fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(torch.randn(64, 8)).graph
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    found = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
+    # The activation that is given is as large as each of these, and a gradient an eighth of that. The last two read one.
+    assert [each.may_wait for each in found] == [False, False, True, True]
