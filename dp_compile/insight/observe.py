@@ -105,11 +105,13 @@ def _promise(replica: Replica) -> str:
     certificate = replica.planning.certificate
     if certificate is None:
         return ""
-    is_assumed = replica.planning.ready.basis == ASSUMED
-    work = "as the parameters' elements" if is_assumed else "estimated from the captured graph"
+    ready = replica.planning.ready
+    work = "as the parameters' elements" if ready.basis == ASSUMED else "estimated from the captured graph"
+    is_nominal = certificate.crosses and ready.nominal_s is not None
+    length = "what it takes on a nominal device" if is_nominal else "as long as the communication"
     return (
         f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}\n"
-        f"  if the backward took as long as the communication: predicted end {certificate.promise}; with the length "
+        f"  if the backward took {length}: predicted end {certificate.promise}; with the length "
         f"that was measured: explain()\n  work of the backward: {work}\n"
         f"  planned for an all-reduce that takes {certificate.cost}"
     )

@@ -126,9 +126,9 @@ def _may_wait(
         gradient_of = only.get(node)
         if node.op == "placeholder":
             given |= _memories(values.get(node))
-        elif gradient_of is not None and node not in read:
+        elif gradient_of is not None and node not in read and node.target is not operator.getitem:
             for source in node.all_input_nodes:
-                if only.get(source) is not gradient_of:
+                if only.get(source) is not gradient_of or source.target is operator.getitem:
                     read[gradient_of] |= _memories(values.get(source))
     for each in accumulations:
         parameter = each.node.args[0]

@@ -258,5 +258,5 @@ def test_what_may_wait_until_the_end_of_a_backward():
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
     found = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
-    # The activation that is given is as large as each of these, and a gradient an eighth of that. The last two read one.
+    # The activation that is given is as large as each of these, a gradient an eighth of that. The last two read one.
     assert [each.may_wait for each in found] == [False, False, True, True]
