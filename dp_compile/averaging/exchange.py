@@ -22,9 +22,8 @@ import torch.distributed as dist
 from dp_compile._torch import distributed
 from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.engine.group import group_on
-from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import channel_of, check_consistent
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, owners
 from dp_compile.errors import CommunicationError, DesyncError, require
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of

@@ -6,7 +6,8 @@ import copy
 import logging
 import os
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -17,14 +18,17 @@ from torch import nn
 from dp_compile._torch import compiler, distributed
 from dp_compile._torch.distributed import PrefixStore, TCPStore
 from dp_compile.elastic.membership import LeftOutError, LostStateError, Members, Registry
+from dp_compile.engine import flags, guards
 from dp_compile.engine.backward import BROADCAST_BYTES
+from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.guards import fingerprints
-from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import LostStoreError, first_difference, is_of_other_ranks
-from dp_compile.engine.regroup import plan_facts, regroup, take_plan
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.monitor import MONITOR
+from dp_compile.engine.plan_sync import LostStoreError, first_difference, is_of_other_ranks, plan_from_times
+from dp_compile.engine.replica import Replica, StepGuard, owners
 from dp_compile.errors import ConfigError, DesyncError, VoidBackwardError
 from dp_compile.optim.update import Whole
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.planner import PlanResult, ReadyTimes
 
 logger = logging.getLogger("dp_compile.elastic")
 
@@ -398,3 +402,52 @@ class Step:
             training._end(is_asked=is_asked)
             return True
         return training._lose(error)
+
+
+# --- another group --------------------------------------------------------------------------------------------------
+
+
+def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None:
+    """Average over the ranks of `group` from now on; between backwards, and on every rank of it.
+
+    The number of ranks is an argument of compiled code from then on, and no code is compiled for another number. What
+    ranks count together starts again. `group` has the name of the one before, by which compiled code finds it;
+    `generation` is the same on all of its ranks, and another one for each group.
+    """
+    ranks, averaging = dist.get_world_size(group), replica.group.averaging
+    divide_by = averaging.divide_by if replica.config.gradient_divide_factor is not None else float(ranks)
+    averaging = replace(averaging, divide_by=divide_by, given=True)
+    measured = replica.group.cost  # of another number of ranks the plan would be another one
+    replica.group = replace(
+        replica.group, process_group=group, world_size=ranks, averaging=averaging, measured=measured
+    )
+    gradients = gradient_specs(replica.parameters, replica.names, replica.group, replica.module.sparse)
+    plan = PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate)
+    replica.adopt(plan, replica.planning.ready)
+    if generation:  # a process that joins has compiled; a store does not notice at once that a rank is lost
+        replica.planning.awaits_code = False
+    replica.module.topic = f"{replica.module.topic.partition('@')[0]}@{generation}"
+    flags.start_again(replica)
+    guards.start_again(replica)
+    guard = replica.state.step_guard
+    replica.state.step_guard = StepGuard(guard.parameters, guard.exempt, guard.checks)
+    MONITOR.watch(replica)
+
+
+def plan_facts(replica: Replica) -> dict[str, Any]:
+    """What another rank makes the same plan from, as plain data."""
+    return {
+        "cost": asdict(replica.group.cost),
+        "ready": replica.planning.ready.to_json(),
+        "is final": not replica.planning.awaits_graph,
+    }
+
+
+def take_plan(replica: Replica, facts: Mapping[str, Any]) -> None:
+    """Make the plan that another rank has."""
+    replica.group = replace(replica.group, measured=AllReduceCost.from_dict(facts["cost"]))
+    if facts["is final"] and replica.planning.layout is not None:
+        replica.planning.awaits_graph, ready = False, ReadyTimes.from_json(facts["ready"])
+        planned = plan_from_times(replica, ready)
+        if planned.plan.signature() != replica.plan.signature():
+            replica.adopt(planned, ready)

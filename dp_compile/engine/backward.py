@@ -1,7 +1,6 @@
 """Entry of every backward pass of the process: finds the replicated parameters that it reaches, and captures it or not.
 
-The entry stands before the autograd engine while there are replicated modules. A backward without our parameters
-passes untouched.
+It stands before the autograd engine while there are replicated modules. Backwards without any of them pass untouched.
 
 | forward of the module            | what reduces                                                      |
 |----------------------------------|-------------------------------------------------------------------|
@@ -10,9 +9,9 @@ passes untouched.
 | capture is not possible, failed, |                                                                   |
 | or not worth its time            |                                                                   |
 
-A backward inside another one, as reentrant checkpointing runs it, is a part of the outermost one: its gradients are
-reduced when that one ends. A captured backward has no number of the engine's, and an engine's thread for an accelerator
-does not have our `BackwardState`: a backward is inside another one if it finds either.
+A backward inside another one (reentrant checkpointing) is a part of the outermost one: its gradients are reduced when
+that one ends. A captured backward has no number of the engine's, and an engine's thread for an accelerator does not
+have our `BackwardState`: a backward is inside another one if it finds either.
 """
 
 from __future__ import annotations
@@ -27,28 +26,26 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, local_tensor
-from dp_compile.engine import updates
+from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor
 from dp_compile.engine.compiled_outputs import CorrectedOutputs
 from dp_compile.engine.flags import stepped_message
 from dp_compile.engine.guards import check_finite, check_module, check_parameters, refuse_unreduced
 from dp_compile.engine.hooks import (
     NoGradients,
-    ReductionRound,
     UnsyncedGradients,
     await_inner,
     launches_so_far,
     leave,
+    receiver_of,
     reduce_eagerly,
     reporting,
 )
 from dp_compile.engine.monitor import Watched
-from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
 from dp_compile.engine.precision import recomputing
-from dp_compile.engine.replica import Replica, warn_once
-from dp_compile.engine.window import BackwardState, Capturing, current, wait_for_window
-from dp_compile.errors import DesyncError, DPCompileError, ReductionError
+from dp_compile.engine.replica import Replica, owners, warn_once
+from dp_compile.engine.window import BackwardState, Capturing, OneBackward, current, wait_for_window
+from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, ReductionError
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
@@ -94,11 +91,7 @@ class _Call(NamedTuple):
     accumulate_grad: bool = False
 
     def run(self, *, is_inner: bool = False) -> tuple[torch.Tensor, ...]:
-        """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end.
-
-        Raises:
-            NotImplementedError: the backward is inside a capture in the same thread.
-        """
+        """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end."""
         deadline: float | None = None
         while True:
             try:
@@ -155,9 +148,7 @@ def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...
 def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tensor, ...]:
     """Run a backward that began inside another one.
 
-    Args:
-        outermost: that one; `None` in an engine's thread for an accelerator, or where C++ entered the engine.
-        call: the one inside.
+    `outermost`: that one; `None` in an engine's thread for an accelerator, or where C++ entered the engine.
     """
     replicas = _state_of(call).replicas
     if outermost is not None and replicas and current() is not None:
@@ -177,7 +168,7 @@ def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Seque
         outermost.nodes = {each for each in _nodes(outermost.outputs) if autograd.leaf_behind(each) is None}
     found = sorted(
         (replica.names[index], node.name())
-        for node in outermost.nodes & _nodes(inner.tensors)
+        for node in outermost.nodes.intersection(_nodes(inner.tensors))
         for replica in replicas
         for index in _reached([node], replica)
     )
@@ -194,26 +185,25 @@ def _reduce_late(state: BackwardState) -> None:
     """Reduce what only inner backwards reached: the last of them has ended."""
     for replica, reduction_round in state.late.items():
         replica.history.backwards["eager hooks"] += 1
-        with Watched([replica]), updates.OneBackward([replica], keep_graph=False):
+        with Watched([replica]), OneBackward([replica], keep_graph=False):
             reduction_round.finish()
             replica.state.receiver = None
-            _complete(replica, ())
+            complete_backward(replica)
 
 
 def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
     """`torch.autograd.grad` with respect to parameters: correct for a norm or a penalty, wrong for an update."""
-    names: dict[Replica, list[str]] = {}
-    for each in inputs:
-        found = owners.find(each)
-        if found is not None and found[0].state.sync and found[0].group.world_size > 1:
-            names.setdefault(found[0], []).append(found[0].names[found[1]])
-    for replica, of_module in names.items():
+    found: dict[Replica, list[int]] = {}
+    for replica, index in filter(None, map(owners.find, inputs)):
+        if replica.state.sync and replica.group.world_size > 1:
+            found.setdefault(replica, []).append(index)
+    for replica, indices in found.items():
         warn_once(
             logger,
             [replica],
             "torch.autograd.grad returns the gradients of this rank alone: those of %s are not reduced. For an update "
             "call backward(), or average them over the ranks.",
-            ", ".join(of_module[:2]) + (f" and {len(of_module) - 2} more" if len(of_module) > 2 else ""),
+            replica.name_list(indices, 2),
         )
 
 
@@ -221,11 +211,21 @@ def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
 
 
 def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.Tensor, ...]:
-    _check_alone(state.replicas)
+    for replica in state.replicas:
+        if receiver_of(replica) is not None:
+            raise ReductionError(
+                f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
+                "operator. Concurrent backward passes are not supported: run one after the other."
+            )
     for replica in state.synced:
-        replica.check_group()
+        if not distributed.is_alive(replica.group.process_group):
+            raise CommunicationError(
+                f"the process group with which the gradients of {replica.names[0]} and others are reduced was "
+                "destroyed. End training before destroy_process_group(); or, with a new group, call unreplicate() and "
+                "replicate()."
+            )
     try:
-        with updates.OneBackward(state.replicas, keep_graph=call.keep_graph) as state.wanted:
+        with OneBackward(state.replicas, keep_graph=call.keep_graph) as state.wanted:
             for replica in state.synced:
                 _check_inputs(replica, call)
             _meet(state)
@@ -234,7 +234,7 @@ def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.
             _reduce_late(state)
             for replica in state.synced:
                 state.completed.append(replica)
-                _complete(replica, call.tensors)
+                complete_backward(replica, outputs=call.tensors)
     except BaseException as error:
         _leave(state, error)
         raise
@@ -300,21 +300,11 @@ def _follow(state: BackwardState, error: BaseException) -> None:
             each.left_out(error)
 
 
-def _check_alone(replicas: Sequence[Replica]) -> None:
-    for replica in replicas:
-        receiver = replica.state.receiver
-        if receiver is not None and not (isinstance(receiver, ReductionRound) and receiver.is_left_over()):
-            raise ReductionError(
-                f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
-                "operator. Concurrent backward passes are not supported: run one after the other."
-            )
-
-
 def _check_inputs(replica: Replica, call: _Call) -> None:
     """`backward(inputs=...)` with some of the parameters is no way to leave the others out."""
     if not call.inputs or replica.config.may_be_unused:
         return
-    given = {id(each) for each in map(_leaf_of, call.inputs)}
+    given = set(map(id, map(_leaf_of, call.inputs)))
     left_out = [index for index, parameter in enumerate(replica.parameters) if id(parameter) not in given]
     if left_out:
         raise ReductionError(
@@ -353,12 +343,13 @@ def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
 
 
 def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
-    from dp_compile.engine.capture import capture
+    from dp_compile._torch import dynamo
+    from dp_compile.engine.capture import CapturedBackward
 
     replicas = state.replicas
     known = [len(replica.history.captures) for replica in replicas]
     receivers = {each: NoGradients(each) if each.state.sync else UnsyncedGradients(each) for each in replicas}
-    with capture() as begun, reporting(receivers):
+    with dynamo.CaptureBackward(CapturedBackward) as begun, reporting(receivers):
         try:
             result = call.run()
         finally:
@@ -416,33 +407,16 @@ def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
     warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
 
-def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
-    """What a rank does after a synchronised backward that it has run."""
-    if replica.state.uneven is not None:
-        replica.state.uneven.rescale()
-    reduced = {}
-    if replica.config.check_nan:
-        grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
-        reduced = {
-            name: grad.coalesce().values() if grad.is_sparse else local_tensor(grad)
-            for name, grad in grads
-            if grad is not None
-        }
-    complete_backward(replica, reduced, outputs)
+def complete_backward(
+    replica: Replica, reduced: Mapping[str, torch.Tensor] | None = None, outputs: Sequence[Any] = ()
+) -> None:
+    """What follows a synchronised backward on every rank, with guards of its result.
 
-
-def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any] = ()) -> None:
-    """What follows a synchronised backward on every rank, also on one that took part with zeros only.
-
-    Args:
-        replica: whose gradients were reduced.
-        reduced: the reduced gradients by name, if `check_nan` is on.
-        outputs: what the backward started from on this rank.
-
-    Raises:
-        ReductionError: `check_nan` is on and a reduced gradient is not finite.
-        DesyncError: parameters are not the same on all ranks any more.
+    `reduced`: the reduced gradients by name, where this rank took part with zeros only. `outputs`: what the backward
+    started from on this rank.
     """
+    if reduced is None and replica.state.uneven is not None:
+        replica.state.uneven.rescale()
     if replica.config.broadcast_buffers:
         source = 0 if replica.state.uneven is None else replica.state.uneven.source
         distributed.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES, source)
@@ -475,25 +449,17 @@ def _state_of(call: _Call) -> BackwardState:
 
 
 def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], bool]:
-    """Walk the autograd graph, depth first, until everything there is to know is known.
+    """The modules; parameters of no module; and whether AOTAutograd compiled a part of it, or it is captured anyway.
 
-    The first leaf is usually a parameter next to a compiled backward, so this ends after a few nodes.
-
-    Returns:
-        The modules; parameters of no module; and whether AOTAutograd compiled a part of it, or it is captured anyway.
+    Walks the autograd graph, depth first, until everything there is to know is known. The first leaf is usually a
+    parameter next to a compiled backward, so this ends after a few nodes.
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
     compiled = is_known = False
-    seen: set[Any] = set()
-    stack = list(map(_node_of, outputs))
     all_replicas = len(owners)
     leaf_behind, is_aot_backward = autograd.leaf_behind, autograd.is_aot_backward  # every backward of the process
-    while stack and not ((compiled or is_known) and len(replicas) == all_replicas):
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes(outputs):
         variable = leaf_behind(node)
         if variable is not None:
             owner = owners.find(variable)
@@ -505,9 +471,10 @@ def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], b
                 replicas.add(owner[0])
             elif isinstance(variable, torch.nn.Parameter):
                 strangers.append(variable)
-            continue
-        compiled = compiled or is_aot_backward(node)
-        stack += [following for following, _ in node.next_functions]
+        else:
+            compiled = compiled or is_aot_backward(node)
+        if (compiled or is_known) and len(replicas) == all_replicas:
+            break
     return replicas, strangers, compiled
 
 
@@ -518,16 +485,16 @@ def _reached(outputs: Iterable[Any], replica: Replica) -> set[int]:
     return {place[1] for place in places if place is not None and place[0] is replica}
 
 
-def _nodes(outputs: Iterable[Any]) -> set[Any]:
-    """All nodes of the graph of a backward from these tensors, edges or nodes."""
+def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of the graph of a backward from these tensors, edges or nodes, depth first."""
     seen: set[Any] = set()
     stack = list(map(_node_of, outputs))
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
+            yield node
             stack += [following for following, _ in node.next_functions]
-    return seen
 
 
 def _node_of(output: Any) -> Any:
@@ -551,23 +518,28 @@ def _obstacle(state: BackwardState, call: _Call) -> str | None:
         return "no gradient in it is reduced"  # autograd runs what AOTAutograd made: a capture would be compiled for it
     if not state.is_compiled:
         return "its forward was not compiled; call torch.compile(model) for one graph with fused all-reduces"
-    if any(replica.module.dtensors for replica in replicas) and _computes_with_dtensors(call.tensors):
+    if (obstacle := _obstacle_of_tensors(replicas, call.tensors) or _obstacle_of_modules(replicas)) is not None:
+        return obstacle
+    if call.create_graph:
+        return "create_graph=True"
+    if torch.is_anomaly_enabled():
+        return "anomaly mode is on"
+    if autograd.dispatch_mode_is_active():
+        return "a TorchDispatchMode is on"
+    if compiler.forced_eager():
+        return "compilation is switched off"
+    return _obstacle_of_structure(replicas, call.tensors)
+
+
+def _obstacle_of_tensors(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
+    if not any(replica.module.dtensors for replica in replicas):
+        return None
+    # Compiled code records no operations on DTensors; a captured graph with some cannot be traced as one (torch 2.13).
+    if any(map(is_dtensor, outputs)) or any(map(autograd.leaves_dtensors, _nodes(outputs))):
         return "operations on DTensors in it were not compiled"
     if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.module.dtensors):
         return "it adds to gradients that are DTensors in buckets, which this torch does not trace"
-    return (
-        _obstacle_of_modules(replicas)
-        or _obstacle_of_process(create_graph=call.create_graph)
-        or _obstacle_of_structure(replicas, call.tensors)
-    )
-
-
-def _computes_with_dtensors(outputs: Sequence[Any]) -> bool:
-    """Whether autograd recorded operations on DTensors: from one to a plain tensor, or to the end of the graph.
-
-    Compiled code has none; a captured graph with some cannot be traced as one (torch 2.13).
-    """
-    return any(map(is_dtensor, outputs)) or any(map(autograd.leaves_dtensors, _nodes(outputs)))
+    return None
 
 
 def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
@@ -623,15 +595,3 @@ def _structure(outputs: Iterable[Any]) -> int:
             stack.append(following)
             found.append(which)
     return hash(tuple(found))
-
-
-def _obstacle_of_process(*, create_graph: bool) -> str | None:
-    if create_graph:
-        return "create_graph=True"
-    if torch.is_anomaly_enabled():
-        return "anomaly mode is on"
-    if autograd.dispatch_mode_is_active():
-        return "a TorchDispatchMode is on"
-    if compiler.forced_eager():
-        return "compilation is switched off"
-    return None

@@ -34,7 +34,7 @@ from dp_compile.engine.group import Group, group_on, resolve_group
 from dp_compile.engine.plan_sync import (
     all_gather_object,
     broadcast_object,
-    channel_in_backward,
+    channel_of,
     check_consistent_in_call,
     unique_topic,
 )
@@ -42,27 +42,23 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
-from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
+from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Stage
 
 logger = logging.getLogger("dp_compile.calibration")
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
-
 REPETITIONS: Final = 7
-
 SWEEPS: Final = 3
 """So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
-
 QUICK_REPETITIONS: Final = 5
 QUICK_S: Final = 0.1
 """So many seconds, and no larger size follows, where the measurement was not asked for."""
-
 WORST_SPREAD: Final = 0.3
 """`CostFit.spread` above it: other work disturbs the measurement, and it is not remembered."""
 
-_known: WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost]] = WeakKeyDictionary()
-"""What was measured, by the type of device."""
+_links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | None]]] = WeakKeyDictionary()
+"""By the type of device, what `remembered_cost` has found."""
 
 
 def calibrate(
@@ -70,13 +66,11 @@ def calibrate(
     *,
     device: torch.device | str | None = None,
     device_mesh: DeviceMesh | None = None,
-    levels: Levels | None = None,
 ) -> CostFit:
     """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
 
     The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost.
-    Plan with it: `ReplicateConfig(cost=calibrate().cost)`. `explain`, `report` and step files take it from then on for
-    modules of this group whose config has none.
+    Plan with it: `ReplicateConfig(cost=calibrate().cost)`.
 
     On two levels of network the cost says also what an all-reduce takes between nodes, and inside a node what the
     stages there take; `CostFit.residual` is that of the worst fit.
@@ -85,7 +79,6 @@ def calibrate(
         process_group: whose all-reduce to measure; the default group if not given.
         device: where the data is; the current accelerator if the group has a backend for it, else the CPU.
         device_mesh: in the place of `process_group`, as `replicate` takes it; with two dimensions there are two levels.
-        levels: those of `process_group`, if they are known already.
 
     Raises:
         DesyncError: some rank of the group has not called it within the time-out of the group; the text names it.
@@ -95,47 +88,26 @@ def calibrate(
     resolved = resolve_group(process_group, device_mesh)
     if resolved.world_size < 2:
         raise ConfigError("calibration needs a group of at least 2 ranks; with one there is nothing to measure.")
-    group, levels = resolved.process_group, levels or resolved.levels
+    group = resolved.process_group
     device = torch.device(distributed.working_device(group) if device is None else device)
     on_device = group_on(group, device.type)
     # A collective with a rank that never comes would end with an error that names no rank.
     check_consistent_in_call(on_device, {}, "calibrate()")
-    found = _Sweep(replace(on_device, levels=levels), device, REPETITIONS, statistics.median).fit()
-    _known.setdefault(group, {})[device.type] = found.cost
-    return found
-
-
-def calibrated(group: dist.ProcessGroup, device: torch.device, *, with_levels: bool) -> AllReduceCost | None:
-    """What `calibrate` measured last on a group, if it did; on two levels of network only if it measured those.
-
-    For reports of a step. A plan is made from a cost that the config has, so that nothing depends on what else
-    the process did before.
-    """
-    cost = _known.get(group, {}).get(device.type)
-    return None if cost is None or (with_levels and cost.inside is None) else cost
+    return _Sweep(replace(on_device, levels=resolved.levels), device, REPETITIONS, statistics.median).fit()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """Times of a group's collectives. Every rank fits the same numbers.
-
-    Args:
-        repetitions: of each size; `typical`: which of their times counts.
-        limit_s: after so long no larger size follows.
-    """
+    """Times of a group's collectives. Every rank fits the same numbers."""
 
     group: Group
     device: torch.device
-    repetitions: int
-    typical: Callable[[Sequence[float]], float]
-    limit_s: float = math.inf
+    repetitions: int  # of each size
+    typical: Callable[[Sequence[float]], float]  # which of their times counts
+    limit_s: float = math.inf  # after so long no larger size follows
 
     def fit(self) -> CostFit:
-        """What a collective costs on the group, and on its levels.
-
-        Raises:
-            ConfigError: the times do not grow with the size in any of three sweeps.
-        """
+        """What a collective costs on the group, and on its levels. Raises `ConfigError` as `calibrate`."""
         group = self.group
         fits = [self._fit([Stage(ALL_REDUCE, group.name, "sum")])]
         if group.levels is not None:
@@ -192,9 +164,6 @@ class _Sweep:
 
 # --- remembered -------------------------------------------------------------------------------------------------------
 
-_links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | None]]] = WeakKeyDictionary()
-"""By the type of device, what `remembered_cost` has found."""
-
 
 def remembered_cost(replica: Replica) -> AllReduceCost | None:
     """What a collective on a module's group costs, each figure in a factor of two; `None`: the times fit no line.
@@ -202,14 +171,10 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
     Every rank calls it. It is measured once for ranks that are alike in number, hosts, device and backend, in at most
     0.3 s with gloo on one machine, and kept in a file in the directory of torch's caches, on the host of rank 0. See
     `config.link_source`.
-
-    Raises:
-        DesyncError: a rank does not come within the time-out of the group.
     """
-    group, device = replica.group, replica.device
-    known = _links.setdefault(group.process_group, {})
+    group, device, known = replica.group, replica.device, _links.setdefault(replica.group.process_group, {})
     if device.type not in known:
-        channel = channel_in_backward(replica)
+        channel = channel_of(replica)
         hosts = Counter(all_gather_object(channel, unique_topic(replica, "hosts"), socket.gethostname()))
         file, key, keeps = _file(), _key(group, device, hosts.values()), link_source() == REMEMBERED
         found = broadcast_object(channel, unique_topic(replica, "link"), _read(file).get(key) if keeps else None)
@@ -265,11 +230,10 @@ def _file() -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(OSError, ValueError):
+        if isinstance(found := json.loads(file.read_text()), dict):
+            return found
+    return {}
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

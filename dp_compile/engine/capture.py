@@ -10,7 +10,7 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dp_compile._torch import distributed, dynamo
 from dp_compile._torch.dtensors import placements_of
 from dp_compile.engine import window
 from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
-from dp_compile.engine.graph import Binding, CapturedGraph, GradientId, Layouts, Sites, find_sites
+from dp_compile.engine.graph import Binding, CapturedGraph, GradientId, Sites, find_sites
 from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import finalize_plans
@@ -32,11 +32,6 @@ from dp_compile.plan.planner import ASSUMED, ESTIMATED, ReadyTimes
 logger = logging.getLogger("dp_compile.capture")
 
 
-def capture() -> dynamo.CaptureBackward:
-    """Inside, backwards are captured."""
-    return dynamo.CaptureBackward(CapturedBackward)
-
-
 class CapturedBackward:
     """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
 
@@ -44,8 +39,7 @@ class CapturedBackward:
         self._graph_module = graph_module
         self._sites = find_sites(graph_module.graph)
         self._compiled: dict[Binding, CompiledBackward] = {}
-        self._bound: tuple[object, Binding] | None = None
-        """What was met last: hooks of ours, weak references, no model; and the binding of it."""
+        self._bound: tuple[object, Binding] | None = None  # what was met last, without a model, and its binding
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         """Run one backward. Compiled autograd keeps this object and calls it in each backward with the same graph."""
@@ -89,15 +83,12 @@ class CapturedBackward:
         return self._run_uncompiled(replicas, inputs, rest)
 
     def _bind(self, backward: window.BackwardState, inputs: Sequence[Any], hooks: Sequence[Any]) -> Binding:
-        """Whose gradient is which. Nearly always as in the backward before, which is quick to see.
-
-        Raises:
-            ReductionError: a parameter gets a gradient that no hook reduces.
-        """
-        replicas, sites, wanted = backward.replicas, self._sites, backward.update_requests()
+        """Whose gradient is which. Nearly always as in the backward before, which is quick to see."""
+        replicas, sites = backward.replicas, self._sites
+        wanted = tuple(backward.wanted.get(replica, ()) for replica in replicas)
         mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
         existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
-        layouts: Layouts = ()
+        layouts: tuple[tuple[str, ...], ...] = ()
         if any(replica.module.dtensors for replica in replicas):
             layouts = tuple(placements_of(inputs[position].grad) for position in sites.accumulations)
         met = mine, existing, layouts, wanted, [(weakref.ref(each), each.reduces, each.plan) for each in replicas]
@@ -138,7 +129,7 @@ class CapturedBackward:
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
-        estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
+        estimates = estimates_of(self._graph_module, self._sites, binding, (inputs, *rest))
         times = dict[Replica, ReadyTimes]()
         for position, replica in enumerate(replicas):
             if found := {index: each for (ordinal, index), each in estimates.items() if ordinal == position}:
@@ -148,10 +139,8 @@ class CapturedBackward:
                 times[replica] = ReadyTimes(ready, None, ESTIMATED, own, nominal_s, waits_from)
         finalize_plans(synced, times)
         for replica in assumed:
-            if (
-                replica.planning.ready.basis == ASSUMED and replica in times
-            ):  # its plan needs none; they tell people more
-                replica.planning.ready = times[replica]
+            if replica.planning.ready.basis == ASSUMED and replica in times:
+                replica.planning.ready = times[replica]  # its plan needs none; they tell people more
         return bool(awaited)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
@@ -160,8 +149,8 @@ class CapturedBackward:
 
 
 def _refuse_shards(hooks: Sequence[Any]) -> None:
-    """Refuse to capture the hooks of `fully_shard`: the captured code gives other gradients than they do (measured)."""
-    if any(distributed.is_hook_of_fully_shard(hook) for hook in hooks):
+    """With the hooks of `fully_shard` captured code gives other gradients than they do (measured)."""
+    if any(map(distributed.is_hook_of_fully_shard, hooks)):
         raise ReductionError(
             "a captured backward reaches a module that fully_shard manages. Call replicate() on a module around it, "
             "after fully_shard(): the backward is then not captured, and the gradients are right."
@@ -175,53 +164,40 @@ def _refuse_shards(hooks: Sequence[Any]) -> None:
 
 
 def estimates_of(
-    graph_module: fx.GraphModule,
-    sites: Sites,
-    binding: Binding,
-    inputs: Sequence[Any],
-    sizes: Any,
-    scalars: Any,
-    hooks: Any,
+    graph_module: fx.GraphModule, sites: Sites, binding: Binding, given: tuple[Any, ...]
 ) -> dict[GradientId, Shares]:
-    """When the gradients of a backward are ready, from its graph; nothing if it does not say.
+    """When the gradients of a backward are ready, from its graph and what that is given; nothing if it does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
     """
-    values = fake_values(graph_module, inputs, sizes, scalars, hooks)
-    found = dict(zip(sites.accumulations, _accumulations(graph_module.graph), strict=True))
-    accumulations: dict[GradientId, Accumulation] = {}
-    for call, place, adds in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
-        if place is not None:
-            accumulations[place] = found[call.parameter]._replace(adds=adds)
-    unknown = [
-        place for place, each in accumulations.items() if not isinstance(values.get(each.gradient), torch.Tensor)
-    ]
+    values = fake_values(graph_module, given)
+    nodes = graph_module.graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
+    node_of = dict(zip(sites.accumulations, nodes, strict=True))
+    accumulations = {
+        place: Accumulation(node_of[call.parameter], dynamo.accumulated(node_of[call.parameter]).new, adds)
+        for call, place, adds in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True)
+        if place is not None
+    }
+    unknown = [each for each in accumulations.values() if not isinstance(values.get(each.gradient), torch.Tensor)]
     if unknown:
         logger.debug("a captured graph does not say when %d of its gradients are ready", len(unknown))
         return {}
     return dict(zip(accumulations, ready_shares(list(accumulations.values()), values), strict=True))
 
 
-def _accumulations(graph: fx.Graph) -> Iterator[Accumulation]:
-    for node in graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad):
-        yield Accumulation(node, dynamo.accumulated(node).new, adds=False)
-
-
-def fake_values(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: Any, scalars: Any, hooks: Any = ()
-) -> dict[fx.Node, Any]:
+def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx.Node, Any]:
     """A fake tensor, or a list of them, for each node of which the inputs of a backward tell it.
 
     No code of the user's runs: of a function written in Python the engine's check of its outputs tells the shapes.
-    Among `hooks` are also meshes, of which AOTAutograd's code makes DTensors.
+    Among the hooks that are given are also meshes, of which AOTAutograd's code makes DTensors.
     """
-    given = {"inputs": inputs, "sizes": sizes, "scalars": scalars, "hooks": hooks}
+    inputs = dict(zip(("inputs", "sizes", "scalars", "hooks"), given, strict=False))
     values: dict[fx.Node, Any] = {}
     with torch.no_grad(), dynamo.FakeTensorMode() as mode:
         for node in graph_module.graph.nodes:
             try:
                 if node.op == "placeholder":
-                    value = [_fake(mode, each) for each in given[node.name]]
+                    value = [_fake(mode, each) for each in inputs[node.name]]
                 elif node.op == "get_attr":
                     value = _fake(mode, operator.attrgetter(node.target)(graph_module))
                 else:
@@ -248,11 +224,7 @@ def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What a call makes.
-
-    Raises:
-        LookupError: that is not known, or other code would run.
-    """
+    """What a call makes, or a `LookupError`: that is not known, or other code would run."""
     if checked := dynamo.validated_outputs(node):
         return [_as_checked(values.get(output), like) for output, like in checked]
     hooked = node.args[1] if node.target is dynamo.call_hook else None

@@ -31,16 +31,15 @@ from dp_compile.engine.graph import (
     ToReduce,
     check_plain,
     reductions_in,
+    updates_of,
     with_reductions,
     without_python,
 )
 from dp_compile.engine.guards import check_not_moved
-from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, COMPILE, BucketRanges, during
 from dp_compile.engine.record import CaptureRecord, Placement
-from dp_compile.engine.replica import Replica
-from dp_compile.engine.updates import memory_of, updates_of
+from dp_compile.engine.replica import Replica, owners
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.crossing import DeferReductions
@@ -67,23 +66,11 @@ class OtherMemory(DPCompileError):
     """Other tensors share memory than when the code was made, which updates parameters; nothing of it has run."""
 
 
-@dataclass(slots=True)
-class _CompileLog:
-    """What happened while code was made; emptied into a `CaptureRecord`."""
-
-    graphs: int = 0
-    reductions: int = 0
-    result: PassResult | None = None
-    """Of the passes; `None`: they did not run, the code came from a cache."""
-    placements: tuple[Placement, ...] = ()
-
-
 class CompiledBackward:
     """The code of a captured graph for one binding. Holds no model between runs."""
 
     def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
-        self.has_begun = False
-        """Code of it was running: what it was given may be used up."""
+        self.has_begun = False  # code of it was running: what it was given may be used up
         self._captured, self._binding = captured, captured.binding
         self._plans = tuple(replica.plan.for_code() for replica in replicas)
         self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
@@ -99,8 +86,7 @@ class CompiledBackward:
         self._run: Callable[..., Any] | None = None
         self._by_dynamo: Callable[..., Any] | None = None
         self._has_run = False
-        self._log = _CompileLog()
-        self._latest: CaptureRecord | None = None
+        self._record: CaptureRecord | None = None  # of the latest compilation
         # Of the backward that is running.
         self._replicas: tuple[Replica, ...] = ()
         self._reducing: tuple[Replica, ...] = ()
@@ -118,11 +104,11 @@ class CompiledBackward:
             with during(BACKWARD, *self._reducing):
                 if self._has_run and autograd.profiler_is_on():
                     self._ranges = BucketRanges(self._reducing)
-                started = time.monotonic()
+                started, record = time.monotonic(), self._record
                 if self._run is None:
                     self._run = self._make(inputs)
                 outputs, reduced = self._run(inputs, *rest)
-                if self._log.graphs:
+                if self._record is not record:
                     _say_if_late(replicas, time.monotonic() - started)
         except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, DPCompileError):
@@ -132,7 +118,9 @@ class CompiledBackward:
             self._replicas, self._reducing, self._ranges = (), (), None
             hook_runs, self._hook_runs = self._hook_runs, {}
         self._has_run = True
-        self._record(replicas)
+        if self._record is not None:
+            for replica in replicas:
+                replica.history.captures[self._number] = self._record
         self._hand_out(replicas, reduced, hook_runs)
         return outputs
 
@@ -159,10 +147,7 @@ class CompiledBackward:
                     yield local_tensor(grad).detach().clone()
 
     def _hand_out(
-        self,
-        replicas: Sequence[Replica],
-        reduced: Sequence[torch.Tensor],
-        hook_runs: Mapping[tuple[int, int], HookRun],
+        self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor], hook_runs: Mapping[tuple[int, int], HookRun]
     ) -> None:
         remaining = iter(reduced)
         complaints: list[DPCompileError] = []
@@ -221,18 +206,16 @@ class CompiledBackward:
 
     def _compile_whole(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that is called with the whole backward, by Dynamo or in its place."""
-        self._log = log = _CompileLog()  # Dynamo has started again: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
         self._check_reductions(found)
-        log.graphs, log.reductions = 1, sum(found.values())
-        logger.debug("compiling a graph of a backward, %d reductions in it", log.reductions)
+        logger.debug("compiling a graph of a backward, %d reductions in it", found.total())
         for replica in self._reducing:
             check_not_moved(replica)
         dump = self._dump(example_inputs) if dumps.are_wanted() else None
         with during(COMPILE, *self._reducing), dump or _NOTHING, inductor.generated_anew() if dump else _NOTHING:
             if dump is not None:
                 dump.stage(dumps.CAPTURED, graph_module.graph)
-            shares = memory_of([*_flat(example_inputs)], self._written()) if self._updates else ()
+            shares = self._memory_of(example_inputs)
             compiled = self._compile_with_passes(graph_module, example_inputs, dump, shares)
         dynamo.let_go_of_nodes(graph_module)
         return self._runs(compiled, shares)
@@ -261,7 +244,17 @@ class CompiledBackward:
         dump: dumps.Dump | None,
         shares: tuple[int, ...],
     ) -> Callable[..., Any]:
-        pipeline = self._pipeline(example_inputs, shares, None if dump is None else dump.stage)
+        results, placements = list[PassResult](), list[Placement]()
+
+        def note_written(written: Written) -> None:
+            replica, number = map(int, written.unit.split("."))
+            member = self._plans[replica].buckets[number].members[written.position]
+            placements.append(Placement(member.gradient.name, member.gradient.nbytes, written.is_copied))
+
+        passes = (*DEFAULT_PASSES, PlaceUpdates(shares)) if self._updates else DEFAULT_PASSES
+        held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
+        on_stage = None if dump is None else dump.stage
+        pipeline = Pipeline(passes, self._plans, results.append, held, on_stage)
         # In front of all that the pipeline verifies: a copy that it makes is a gradient's source for the passes.
         whole = inductor.ChainedPass(inductor.Keyed(OwnMemory()), pipeline)
         crosses = tuple(tuple(each.crosses for each in wanted) for wanted in self._binding.wanted)
@@ -270,37 +263,44 @@ class CompiledBackward:
             whole = inductor.ChainedPass(whole, inductor.Keyed(DeferReductions(self._plans, crosses)))
         is_inductor = self._replicas[0].config.backend == "inductor"
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
-        with observing(self._note_written):
-            return compile_graph(graph_module, example_inputs, whole, None if dump is None else dump.code)
+        with observing(note_written):
+            compiled = compile_graph(graph_module, example_inputs, whole, None if dump is None else dump.code)
+        # Another one if Dynamo starts again: it throws away what it compiled before.
+        self._record = self._record_of(results[-1] if results else None, tuple(placements))
+        return compiled
 
-    def _pipeline(
-        self,
-        example_inputs: Sequence[Any],
-        shares: tuple[int, ...] = (),
-        on_stage: Callable[[str, fx.Graph], None] | None = None,
-    ) -> Pipeline:
-        passes = (*DEFAULT_PASSES, PlaceUpdates(shares)) if self._updates else DEFAULT_PASSES
-        held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
-        return Pipeline(passes, self._plans, self._note_result, held, on_stage)
+    def _record_of(self, result: PassResult | None, placements: tuple[Placement, ...]) -> CaptureRecord:
+        """What was compiled. `None`: the code is from a cache, has no graph to count in, and is of the same plans."""
+        plans = [self._plans[ordinal] for ordinal in self._synced]
+        planned = sum(len(bucket.key.reduction.stages) for plan in plans for bucket in plan.buckets)
+        return CaptureRecord(
+            hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
+            reductions=sum(len(plan.gradients) for plan in plans),
+            completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
+            collectives=planned if result is None else result.collectives or 0,
+            graphs=1,
+            cached=result is None,
+            refusals=() if result is None else result.refusals,
+            memory=None if result is None else result.memory,
+            placements=placements,
+            updated=sum(len(each.indices) for each in self._updates),
+        )
 
     def _dump(self, example_inputs: Sequence[Any]) -> dumps.Dump:
-        ordinals = dict(zip(self._reducing, self._synced, strict=True))
+        """With the names of inputs that are parameters; of several modules, after the number of theirs."""
+        ordinals = zip(self._reducing, self._synced, strict=True) if len(self._plans) > 1 else ()
+        prefixes = {replica: f"{ordinal}:" for replica, ordinal in ordinals}
         inputs: list[str | None] = []
         for value in _flat(example_inputs):
             found = owners.find(value) if isinstance(value, nn.Parameter) else None
-            inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
+            inputs.append(None if found is None else prefixes.get(found[0], "") + found[0].names[found[1]])
         return dumps.Dump(self._plans, inputs)
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
-        """Compiled code, and what its ops ask for while it runs.
-
-        Args:
-            compiled: the code.
-            shares: in the memory of which updated parameters each input lay when it was made.
-        """
+        """Compiled code, and what its ops ask for while it runs. `shares`: `_memory_of` its inputs when it was made."""
 
         def run(*args: Any) -> Any:
-            if self._updates and memory_of([*_flat(args)], self._written()) != shares:
+            if self._memory_of(args) != shares:
                 raise OtherMemory("the inputs of a captured backward alias differently than at compilation")
             meet_before_launch(self._reducing)
             self.has_begun = True
@@ -315,43 +315,16 @@ class CompiledBackward:
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
 
-    def _written(self) -> list[nn.Parameter]:
-        """The parameters that updates write to."""
-        return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
-
-    def _note_result(self, result: PassResult) -> None:
-        self._log.result = result
-
-    def _planned_collectives(self) -> int:
-        buckets = (bucket for ordinal in self._synced for bucket in self._plans[ordinal].buckets)
-        return sum(len(bucket.key.reduction.stages) for bucket in buckets)
-
-    def _note_written(self, written: Written) -> None:
-        replica, number = map(int, written.unit.split("."))
-        member = self._plans[replica].buckets[number].members[written.position]
-        self._log.placements += (Placement(member.gradient.name, member.gradient.nbytes, written.is_copied),)
-
-    def _record(self, replicas: Sequence[Replica]) -> None:
-        """Note on each replica what it runs; another record after each compilation."""
-        log, self._log = self._log, _CompileLog()
-        result = log.result
-        if log.graphs:
-            self._latest = CaptureRecord(
-                hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
-                reductions=log.reductions,
-                completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
-                # Code from a cache has no graph to count in; the same passes made it from the same plans.
-                collectives=self._planned_collectives() if result is None else result.collectives or 0,
-                graphs=log.graphs,
-                cached=result is None,
-                refusals=() if result is None else result.refusals,
-                memory=None if result is None else result.memory,
-                placements=log.placements,
-                updated=sum(len(each.indices) for each in self._updates),
-            )
-        if self._latest is not None:
-            for replica in replicas:
-                replica.history.captures[self._number] = self._latest
+    def _memory_of(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """For each tensor the first of the parameters that are updated in whose memory it lies; else -1."""
+        if not self._updates:
+            return ()
+        written = [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
+        numbers: dict[int, int] = {}
+        for number, parameter in enumerate(written):
+            numbers.setdefault(_memory_address(parameter), number)
+        flat = _flat(inputs)
+        return tuple(numbers.get(_memory_address(each), -1) if isinstance(each, torch.Tensor) else -1 for each in flat)
 
 
 def _lie_apart(inputs: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
@@ -379,20 +352,12 @@ def _are_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """Code that was made without Dynamo, and around it what Dynamo does in each backward.
-
-    Args:
-        code: takes the list of inputs.
-        fits: whether inputs are like those that it was made for.
-        existing: in the inputs, of the gradients that it adds to, in place.
-        positions: in the inputs, of the parameters whose gradients it returns last.
-        otherwise: what runs inputs that do not fit.
-    """
+    """Code that was made without Dynamo, and around it what Dynamo does in each backward."""
 
     code: Callable[[list[Any]], Sequence[torch.Tensor]]
-    fits: dynamo.Fits
-    existing: tuple[int, ...]
-    positions: tuple[int, ...]
+    fits: dynamo.Fits  # whether inputs are like those that it was made for; `otherwise` runs others
+    existing: tuple[int, ...]  # positions in the inputs of the gradients that it adds to, in place
+    positions: tuple[int, ...]  # and of the parameters whose gradients it returns last
     otherwise: Callable[..., Any]
 
     def __call__(self, inputs: list[Any], *rest: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
@@ -428,10 +393,9 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
             )
 
 
-def _name_in(replica: Replica, index: int, ordinals: Mapping[Replica, int], replicas: int) -> str:
-    """A parameter's name; with several modules in a backward, with the number of its module."""
-    prefix = f"{ordinals[replica]}:" if replicas > 1 and replica in ordinals else ""
-    return prefix + replica.names[index]
+def _memory_address(tensor: torch.Tensor) -> int:
+    """The same for tensors in one memory; what has no memory has a number for itself."""
+    return (tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0) or -id(tensor)
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -443,10 +407,6 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
-
-
 _CONTEXT: Final = re.compile(r"^\s*Developer debug context: (.*\S.*)$", re.MULTILINE)
 _EXPLANATION: Final = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _OURS: Final = tuple(f"{directory}{os.sep}" for directory in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -455,7 +415,9 @@ _USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.
 
 def described(error: BaseException) -> str:
     """Why a capture failed, with what and where: Dynamo's first line alone says "a function marked as skipped"."""
-    text, parts = str(error), [f"{type(error).__name__}: {first_line(error)}"]
+    text = str(error)
+    first_line, *_ = text.strip().split("\n")
+    parts = [f"{type(error).__name__}: {first_line}"]
     if more := _CONTEXT.search(text) or _EXPLANATION.search(text):
         parts.append(f"({more[1].strip()})")
     # Where it says nothing of the user's code: where he called backward().

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from dp_compile._torch import autograd
-from dp_compile.engine.owners import owners
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, owners
 
 
+@dataclass(eq=False, slots=True)
 class CorrectedOutputs:
     """Inside, two faults of torch 2.13 do no harm, which it has under `torch.compile` alone and with DDP too.
 
@@ -22,23 +23,19 @@ class CorrectedOutputs:
 
     **Gradients that share memory.** Inductor removes the copies that autograd made (`remove_noop_ops`). What is added
     to one such gradient, or clips it, changes the other too. Here each has memory of its own.
-
-    Args:
-        nodes: backwards of compiled code in the graph.
-        replicas: whose parameters are looked at.
     """
 
-    def __init__(self, nodes: Iterable[Any], replicas: Collection[Replica]) -> None:
-        self._nodes, self._replicas = nodes, replicas
-        self._handles: list[Any] = []
-        self.left_out: dict[tuple[Replica, int], dict[int, Any]] = {}
-        """Unused parameters, and their hooks while these are off."""
+    nodes: Iterable[Any]  # backwards of compiled code in the graph
+    replicas: Collection[Replica]
+    handles: list[Any] = field(default_factory=list)
+    left_out: dict[tuple[Replica, int], dict[int, Any]] = field(default_factory=dict)
+    """Unused parameters, and their hooks while these are off."""
 
     def __enter__(self) -> None:
-        self._handles += [node.register_hook(partial(self._returned, node)) for node in self._nodes]
+        self.handles += [node.register_hook(partial(self._returned, node)) for node in self.nodes]
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         for (replica, index), hooks in self.left_out.items():
             autograd.hooks_behind(replica.parameters[index]).update(hooks)
@@ -51,8 +48,8 @@ class CorrectedOutputs:
             if gradient is None:
                 leaf = autograd.leaf_behind(following)
                 place = None if leaf is None else owners.find(leaf)
-                if place is not None and place[0] in self._replicas:
-                    self._handles.append(following.register_prehook(partial(self._reached, place)))
+                if place is not None and place[0] in self.replicas:
+                    self.handles.append(following.register_prehook(partial(self._reached, place)))
             elif type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.numel():
                 memory = gradient.untyped_storage().data_ptr()
                 if memory in memories:

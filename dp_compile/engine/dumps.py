@@ -1,4 +1,4 @@
-"""Write what becomes of a captured backward, stage by stage, as plain text and into torch's structured trace.
+"""Write what becomes of a captured backward, stage by stage, as plain text.
 
 DIR/rank0/capture0/plan.txt                  the buckets
                    0-captured.txt            the backward as compiled autograd and Dynamo leave it
@@ -25,7 +25,6 @@ from typing import Final
 import torch.distributed as dist
 from torch import fx
 
-from dp_compile._torch import dynamo
 from dp_compile.config import dump_directory
 from dp_compile.fx.text import outline
 from dp_compile.passes.graph_names import node_names
@@ -36,7 +35,6 @@ from dp_compile.plan.words import count
 logger = logging.getLogger("dp_compile.dumps")
 
 CAPTURED: Final = "captured"
-"""As Dynamo leaves it, before any pass."""
 ANALYSED: Final = "analysed"
 TO_INDUCTOR: Final = "to-inductor"
 
@@ -47,25 +45,28 @@ _given_up: set[str] = set()
 
 
 def are_wanted() -> bool:
-    """Whether graphs go to a directory, into torch's structured trace, or to a recorder."""
-    return dump_directory() is not None or dynamo.structured_trace_is_on() or bool(recorders)
+    """Whether graphs go to a directory, or to a recorder."""
+    return dump_directory() is not None or bool(recorders)
 
 
 class Dump:
     """One captured backward while it is compiled: its code is generated, also where a cache has it.
 
-    `plans`: one for each module in it. `inputs`: the parameter that each input is, `None` for others. `directory`: of
-    its files; `None`: only the structured trace.
+    `plans`: one for each module in it. `inputs`: the parameter that each input is, `None` for others.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], inputs: Sequence[str | None]) -> None:
-        self.directory: Path | None = None
         self._plans, self._inputs, self._root = plans, inputs, dump_directory()
+        self._directory: Path | None = None
         self._stages: list[str] = []
         if self._root is not None and self._root not in _given_up:
             with self._giving_up():
-                rank = dist.get_rank() if dist.is_initialized() else 0
-                self.directory = _new_directory(Path(self._root) / f"rank{rank}")
+                rank, numbers = dist.get_rank() if dist.is_initialized() else 0, itertools.count()
+                while self._directory is None:  # one that no other capture has, of this process or of an earlier run
+                    path = Path(self._root, f"rank{rank}", f"capture{next(numbers)}")
+                    with contextlib.suppress(FileExistsError):
+                        path.mkdir(parents=True)
+                        self._directory = path
                 self._write("plan", "\n\n".join(map(str, plans)) + "\n")
 
     def __enter__(self) -> Dump:
@@ -77,9 +78,8 @@ class Dump:
                 what = f"{type(error).__name__}: {error}"
                 self._write("notes", f"The compilation failed, later stages are missing: {what}\n")
             elif ANALYSED not in self._stages:
-                self._write(
-                    "notes", "The code is from a cache of the compiler: passes did not run, stages are missing.\n"
-                )
+                text = "The code is from a cache of the compiler: passes did not run, stages are missing.\n"
+                self._write("notes", text)
 
     def stage(self, name: str, graph: fx.Graph) -> None:
         """Write a graph at a stage."""
@@ -90,25 +90,19 @@ class Dump:
             if name == ANALYSED:
                 text += f"   {count(len(reductions_in(graph)), 'reduction')} found\n"
             whole = graph.python_code("self", verbose=True, include_stride=True, include_device=True).src
-            self._add(name, text, f"\n# As torch prints it\n{whole}")
+            self._write(f"{len(self._stages)}-{name}", f"{text}\n# As torch prints it\n{whole}")
+        self._stages.append(name)
 
     def code(self, graph: fx.Graph, code: str) -> None:
         """Write the graph that code was made of, and the code."""
         if ANALYSED in self._stages:
             self.stage(TO_INDUCTOR, graph)
         with self._giving_up():
-            self._add("code", code)
-
-    def _add(self, name: str, text: str, more: str = "") -> None:
-        label = f"{len(self._stages)}-{name}"
-        self._stages.append(name)
-        if dynamo.structured_trace_is_on():
-            dynamo.trace_artifact(f"dp_compile-{label}", text)
-        self._write(label, text + more)
+            self._write(f"{len(self._stages)}-code", code)
 
     def _write(self, name: str, text: str) -> None:
-        if self.directory is not None:
-            (self.directory / f"{name}.txt").write_text(text, encoding="utf-8")
+        if self._directory is not None:
+            (self._directory / f"{name}.txt").write_text(text, encoding="utf-8")
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -116,18 +110,8 @@ class Dump:
         try:
             yield
         except Exception as error:
-            self.directory, where = None, self._root or "torch's structured trace"
-            if where not in _given_up:
-                _given_up.add(where)
+            self._directory = None
+            if self._root is not None and self._root not in _given_up:
+                _given_up.add(self._root)
                 what = f"{type(error).__name__}: {error}"
-                logger.warning("no more dumps into %s: %s. Training goes on.", where, what)
-
-
-def _new_directory(rank: Path) -> Path:
-    """A directory that no other capture has, of this process or of an earlier run."""
-    for number in itertools.count():
-        path = rank / f"capture{number}"
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-    raise AssertionError
+                logger.warning("no more dumps into %s: %s. Training goes on.", self._root, what)

@@ -1,7 +1,4 @@
-"""What the ranks tell each other in each synchronised backward, and what follows from it (`plan/flags.py`: how).
-
-The flags travel in the plan's last bucket.
-"""
+"""What ranks send each other in the last bucket of each synchronised backward, and what follows (`plan/flags.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch.distributed as dist
 
 from dp_compile._torch import autograd
 from dp_compile.comm_hooks.functional import HookRun
-from dp_compile.engine.plan_sync import all_gather_object, channel_in_backward
+from dp_compile.engine.plan_sync import all_gather_object, channel_of
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
 from dp_compile.plan.buckets import Bucket
@@ -36,8 +33,7 @@ class _Reduced:
     stepped: tuple[int, ...]
     moved: bool
     missed: str
-    number: int
-    """Of these flags on their group."""
+    number: int  # of these flags on their group
     event: torch.Event | None = None
 
     def __post_init__(self) -> None:
@@ -54,11 +50,11 @@ class _Reduced:
 
 @dataclass(eq=False, slots=True)
 class _Flags:
-    """Of one replica: those sent last, and what they say; those not read yet; the last ones that were without fault."""
+    """Of one replica."""
 
-    sent: tuple[tuple[object, ...], torch.Tensor] | None = None
+    sent: tuple[tuple[object, ...], torch.Tensor] | None = None  # last: what they say, and they
     unread: deque[_Reduced] = field(default_factory=deque)
-    fine: torch.Tensor | None = None
+    fine: torch.Tensor | None = None  # the last ones without a fault
 
 
 _flags: Final[weakref.WeakKeyDictionary[Replica, _Flags]] = weakref.WeakKeyDictionary()
@@ -80,16 +76,13 @@ def start_again(replica: Replica) -> None:
 
 
 def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
-    """What this rank tells the others, as the flags' gradient of the plan.
+    """What this rank sends to the others, as the flags' gradient of the plan.
 
     To find unused parameters a one says "used here", so that nothing but zeros means that no rank used it; if they are
     errors a one says "unused here", so that nothing but zeros means that all is well.
     """
-    ones = tuple(used if replica.config.may_be_unused else unused)
-    stepped, moved = (
-        bool(replica.state.step_guard.stepped),
-        replica.state.step_guard.moved or bool(replica.state.step_guard.missed),
-    )
+    ones, local = tuple(used if replica.config.may_be_unused else unused), replica.state.step_guard
+    stepped, moved = bool(local.stepped), local.moved or bool(local.missed)
     this, key = _of(replica), (ones, stepped, moved)
     if this.sent is None or this.sent[0] != key:
         elements = [0.0] * len(replica.parameters)
@@ -102,14 +95,11 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
 
 
 def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
-    """What this rank sends if its backward failed. The text of the error is in the store before it sends this.
-
-    These flags count as read.
-    """
+    """What this rank sends if its backward failed, and counts as read. The text of the error is in the store before."""
     _settled[replica.group.name] += 1
-    replica.state.step_guard.stepped.clear()
-    replica.state.step_guard.moved, replica.state.step_guard.missed = False, ""
-    channel = channel_in_backward(replica)
+    local, channel = replica.state.step_guard, channel_of(replica)
+    local.stepped.clear()
+    local.moved, local.missed = False, ""
     if channel is not None:
         key = _key_of_failure(replica, _settled[replica.group.name], dist.get_rank())
         with contextlib.suppress(RuntimeError):  # no store: the flags say it without the text
@@ -135,11 +125,7 @@ def in_one_line(error: BaseException, most: int = 200) -> str:
 
 
 def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
-    """Look at reduced flags on the host before anything becomes of the gradients.
-
-    Raises:
-        VoidBackwardError: the backward failed on some rank.
-    """
+    """Before anything becomes of the gradients: a `VoidBackwardError` if flags on the host say that a rank failed."""
     if not (replica.group.has_others and flags.is_cpu) or _are_fine(replica, flags):
         return
     if is_failed(flags[len(replica.parameters) :].tolist()):
@@ -163,19 +149,10 @@ def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor
 
 
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
-    """Act on the reduced flags of a backward.
+    """Act on the reduced flags of a backward; `unused`: parameters without a gradient on this rank.
 
-    Args:
-        replica: whose backward it was.
-        flags: the reduced flags.
-        unused: parameters without a gradient on this rank.
-
-    Raises:
-        ReductionError: a parameter was unused on some rank and that is an error, or some rank changed parameters that
-            had a gradient which was not reduced. What happened on other ranks only is reported at once on a CPU, up to
-            `MAX_UNREAD` backwards later on a GPU.
-        DesyncError: ranks reduced different modules.
-        VoidBackwardError: the backward failed on some rank.
+    Raises what `_judge` does. What happened on other ranks only is reported at once on a CPU, up to `MAX_UNREAD`
+    backwards later on a GPU.
     """
     _settled[replica.group.name] += 1
     local, checks = replica.state.step_guard, replica.config.check_reductions
@@ -229,26 +206,22 @@ def _judge(replica: Replica, reduced: _Reduced) -> None:
 
 
 def _who_failed(replica: Replica, number: int) -> str:
-    channel, done, own, texts = (
-        channel_in_backward(replica),
-        replica.history.synced_backwards,
-        dist.get_rank(),
-        list[str](),
-    )
+    channel, own, texts = channel_of(replica), dist.get_rank(), list[str]()
+    backward = replica.history.synced_backwards + 1
     for rank in () if channel is None else dist.get_process_group_ranks(replica.group.process_group):
         key = _key_of_failure(replica, number, rank)
         with contextlib.suppress(RuntimeError):
             if channel is not None and rank != own and channel.store.check([key]):
-                texts.append(f"; rank {rank} left backward {done + 1} with an error: {channel.store.get(key).decode()}")
+                texts.append(f"; rank {rank} left backward {backward} with an error: {channel.store.get(key).decode()}")
     return (
-        f"rank {own}, module of {replica.names[0]}: synchronised backward {done + 1} is void{''.join(texts[:4])}. No "
+        f"rank {own}, module of {replica.names[0]}: synchronised backward {backward} is void{''.join(texts[:4])}. No "
         "rank has averaged gradients. Call zero_grad() on every rank and continue, or stop."
     )
 
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
     own = f"the module of {replica.names[0]}, number {replica.module.number}"
-    stated = all_gather_object(channel_in_backward(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
+    stated = all_gather_object(channel_of(replica), f"dp_compile.mixed/{replica.group.name}/{number}", own)
     return (
         "the ranks reduced different modules together, so the reduced gradients are invalid: "
         f"{'; '.join(f'rank {rank} {each}' for rank, each in enumerate(stated))}. "
@@ -268,7 +241,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
     """A rank that missed a step says so; else `no_sync` differs between ranks."""
-    channel = channel_in_backward(replica) if reduced.event is None else None
+    channel = channel_of(replica) if reduced.event is None else None
     missed = all_gather_object(channel, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, missed)) or (
         f"parameters of the module of {replica.names[0]} were changed on {'this' if reduced.moved else 'another'} rank "
@@ -279,7 +252,7 @@ def _who_moved(replica: Replica, reduced: _Reduced) -> str:
 
 def _unused_message(replica: Replica, reduced: _Reduced) -> str:
     """Which rank left which parameters out. On a GPU ranks read flags in different backwards: none can be asked."""
-    here, channel = reduced.unused, channel_in_backward(replica) if reduced.event is None else None
+    here, channel = reduced.unused, channel_of(replica) if reduced.event is None else None
     where: dict[str, list[int]] = {"this rank": list(here)}
     if channel is None:
         somewhere = reduced.flags[: len(replica.parameters)].nonzero().flatten().tolist()

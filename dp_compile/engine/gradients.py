@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from dp_compile._torch.dtensors import is_dtensor, laid_out_as, local_tensor, redistributed_as
+from dp_compile._torch.dtensors import is_dtensor, local_tensor, redistributed_as
 from dp_compile.comm_hooks.functional import sent_nbytes
 from dp_compile.engine.group import Group
 from dp_compile.passes.reduction import dtype_of
@@ -23,14 +24,13 @@ def gradient_specs(
 
     Those that are `sparse`, by index, are in no bucket.
     """
-    specs = [
-        tensor_spec(index, name, parameter, group)
-        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
-    ]
-    first, length = specs[0], len(specs) + MORE
-    key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype, names[0]))
+    named = zip(names, parameters, strict=True)
+    specs = [tensor_spec(index, name, parameter, group) for index, (name, parameter) in enumerate(named)]
+    # Flags are reduced as the first gradient, but all ranks get all of it, and never by a hook, which may lose some.
+    whole = replace(group, averaging=replace(group.averaging, hook=None), scattered=frozenset())
+    key = specs[0].key._replace(reduction=whole.reduction(parameters[0].dtype, names[0]))
     itemsize = _on_the_wire(parameters[0].dtype.to_real(), key.reduction).itemsize
-    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), itemsize, key)
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (len(specs) + MORE,), (1,), itemsize, key)
     return (*(each for each in reversed(specs) if each.index not in sparse), flags)
 
 
@@ -79,23 +79,15 @@ def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
     """The gradient of a parameter as a sparse tensor of its rows, coalesced, in new memory.
 
     Without a gradient, and if this rank is `absent`, it has no rows.
-
-    Where a parameter is used by more than an embedding, gradients are dense on the ranks that did.
     """
     grad = None if absent else parameter.grad
     if grad is not None:
+        # Where a parameter is used by more than an embedding, gradients are dense on the ranks that did.
         rows = grad if grad.is_sparse else grad.to_sparse(1)
         return rows.detach().coalesce().clone()
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
-
-
-def empty_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient of a parameter, with any values, in the layout that torch gives it."""
-    part = local_tensor(parameter)
-    empty = torch.empty_strided(part.shape, dense_strides(part), dtype=part.dtype, device=part.device)
-    return laid_out_as(parameter, empty)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -8,17 +8,15 @@
       return []                               reduce the gradients that are missing, and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
 
-Where that is all, `without_python` makes what Dynamo would make of it; else Dynamo does.
-
-Every graph holds one reduction for each gradient of the plan, also where this rank's backward produced none: every
-rank runs the same collectives.
+Where that is all, `without_python` makes what Dynamo would make of it; else Dynamo does. Every graph has one reduction
+for each gradient of the plan, also where this rank's backward produced none: every rank runs the same collectives.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,15 +28,11 @@ from dp_compile._torch.dtensors import from_part, local_tensor, redistributed_as
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.sinks import UpdateRequest
-from dp_compile.engine.updates import InBackward
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 
 GradientId = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""
-
-Layouts = tuple[tuple[str, ...], ...]
-"""The placements of tensors, of each none or one for each dimension of its mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +46,25 @@ class HookCall:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Where a graph accumulates gradients and calls hooks.
+    """Where a graph accumulates gradients and calls hooks."""
 
-    `accumulations` are positions of the tensors in the inputs; `unhooked` those of them that have no hook at all;
-    `existing` positions of the gradients that are added to.
-    """
-
-    accumulations: tuple[int, ...]
-    existing: tuple[int, ...]
-    unhooked: tuple[int, ...]
+    accumulations: tuple[int, ...]  # positions of the tensors in the inputs
+    existing: tuple[int, ...]  # positions of the gradients that are added to
+    unhooked: tuple[int, ...]  # those of `accumulations` that have no hook at all
     hook_calls: tuple[HookCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What the sites of a graph mean in one backward. Equal bindings run the same code.
-
-    `hooked[i]` and `into_existing[i]` (did the parameter have a gradient before?) belong to `sites.hook_calls[i]`;
-    `kept` are the parameters without a new gradient that have an old one.
-    """
+    """What the sites of a graph mean in one backward. Equal bindings run the same code."""
 
     code_keys: tuple[tuple[str, bool], ...]
-    hooked: tuple[GradientId | None, ...]
-    into_existing: tuple[bool, ...]
-    kept: tuple[GradientId, ...]
-    wanted: tuple[tuple[UpdateRequest, ...], ...] = ()
-    """What optimizers update in it, of each replica."""
-    layouts: Layouts = ()
-    """With DTensor parameters: the layouts of gradients from before. Dynamo does not guard on them."""
+    hooked: tuple[GradientId | None, ...]  # of each of `sites.hook_calls`
+    into_existing: tuple[bool, ...]  # of each of them: did the parameter have a gradient before?
+    kept: tuple[GradientId, ...]  # the parameters without a new gradient that have an old one
+    wanted: tuple[tuple[UpdateRequest, ...], ...]  # what optimizers update in it, of each replica
+    layouts: tuple[tuple[str, ...], ...]
+    """With DTensor parameters: the placements of gradients from before. Dynamo does not guard on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +78,24 @@ class CapturedGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class ToReduce:
-    """What is reduced: the modules in `synced`, by position, with what each of them did not use in this backward.
+class InBackward:
+    """Parameters that one op of a captured backward updates."""
 
-    `updates`: what optimizers update in it.
-    """
+    replica: int  # by position, as the next two
+    optimizer: int
+    bucket: int  # the last one that holds a gradient of `indices`
+    indices: tuple[int, ...]
+    hands_over: bool = False
+    """It only hands gradients over, and writes to no parameter: this rank's backward does not have them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToReduce:
+    """What is reduced: the modules in `synced`, by position, with what each of them did not use in this backward."""
 
     synced: tuple[int, ...]
     unused: Mapping[int, tuple[int, ...]]
-    updates: tuple[InBackward, ...] = ()
-
-    def updates_parameter(self, place: GradientId) -> bool:
-        return any(each.replica == place[0] and place[1] in each.indices for each in self.updates)
+    updates: tuple[InBackward, ...]  # what optimizers update in it
 
 
 def find_sites(graph: fx.Graph) -> Sites:
@@ -131,16 +122,43 @@ def position_of(node: object) -> int:
     return position
 
 
+def updates_of(
+    replicas: Sequence[Replica], requests_of: Sequence[Sequence[UpdateRequest]], got: Collection[GradientId | None]
+) -> tuple[InBackward, ...]:
+    """What a captured backward updates of what optimizers of each module ask for; `got`: what gets a gradient in it.
+
+    Each rank decides alone: an update is a function of reduced gradients, which are the same on every rank. What is
+    left is updated when the backward has ended, with the same kernels.
+    """
+    found: list[InBackward] = []
+    for ordinal, replica in enumerate(replicas):
+        buckets = enumerate(replica.plan.buckets)
+        bucket_of = {member.gradient.index: number for number, bucket in buckets for member in bucket.members}
+        for number, wanted in enumerate(requests_of[ordinal]):
+            of_bucket: dict[int, list[int]] = {}
+            for index in sorted(wanted.indices, key=bucket_of.__getitem__):
+                if wanted.parts or (ordinal, index) in got:
+                    of_bucket.setdefault(bucket_of[index], []).append(index)
+            for bucket, indices in of_bucket.items():
+                hands_over = any((ordinal, index) not in got for index in indices)
+                found.append(InBackward(ordinal, number, bucket, tuple(indices), hands_over))
+    return tuple(found)
+
+
 # --- reductions in it -----------------------------------------------------------------------------------------------
 
 
 def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> fx.GraphModule:
     """A copy of the graph that also reduces. It returns its outputs, and the reduced flags and missing gradients."""
     builder = _Builder(captured, replicas, wanted)
-    builder.take_factors()
     builder.place_reductions()
     reduced = builder.complete()
-    builder.place_updates()
+    for update in wanted.updates:
+        places = [(update.replica, index) for index in update.indices]
+        parameters = [] if update.hands_over else [builder.parameters[place] for place in places]
+        gradients = [builder.reductions[place] for place in places]
+        who = list(update.indices), update.replica, update.optimizer, update.bucket
+        builder.graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
     builder.graph.output((builder.outputs, tuple(reduced)))
     builder.graph.lint()
     module = fx.GraphModule(captured.graph_module, builder.graph, "CapturedBackward")
@@ -158,12 +176,14 @@ class _Builder:
         self.copied = {old.name: new for old, new in nodes.items()}
         self.start = next(node for node in self.graph.nodes if node.op != "placeholder")
         self.position = captured.input_count
-        self.factors: dict[GradientId, tuple[fx.Node, ...]] = {}
-        """For each gradient that has some: the factors that are given when the code runs."""
-        self.parameters: dict[GradientId, fx.Node] = {}
-        """Those that have a hook."""
-        self.reductions: dict[GradientId, fx.Node] = {}
-        """Those that are in the graph."""
+        self.parameters: dict[GradientId, fx.Node] = {}  # that have a hook
+        self.reductions: dict[GradientId, fx.Node] = {}  # that are in the graph
+        self.factors: dict[GradientId, tuple[fx.Node, ...]] = {}  # that are given when the code runs
+        for ordinal in wanted.synced:
+            plan = replicas[ordinal].plan
+            given = {each: tuple(self.take() for _ in range(each.given)) for each in plan.given_reductions()}
+            for gradient in plan.gradients if given else ():
+                self.factors[ordinal, gradient.index] = given.get(gradient.key.reduction, ())
 
     def take(self) -> fx.Node:
         """The next of the tensors that follow the engine's (`CompiledBackward._extra_inputs`).
@@ -175,20 +195,13 @@ class _Builder:
         self.position += 1
         return taken
 
-    def take_factors(self) -> None:
-        for ordinal in self.wanted.synced:
-            plan = self.replicas[ordinal].plan
-            nodes = {each: tuple(self.take() for _ in range(each.given)) for each in plan.given_reductions()}
-            for gradient in plan.gradients if nodes else ():
-                self.factors[ordinal, gradient.index] = nodes.get(gradient.key.reduction, ())
-
     def place_reductions(self) -> None:
-        """Put a reduction in the place of the calls of our hooks.
+        """Put reductions in the place of our hooks' calls, after all hooks of a parameter.
 
-        A reduction comes after all hooks of its parameter: those of the user's see the rank's own gradient, and may
-        change it, whenever they were set, as with torch's DDP.
+        Those of the user's see the rank's own gradient, and may change it, whenever they were set, as with torch's DDP.
         """
         sites, binding = self.captured.sites, self.captured.binding
+        updated = {(each.replica, index) for each in self.wanted.updates for index in each.indices}
         last_call = {call.parameter: call.node for call in sites.hook_calls}
         for call, place, existing in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
             if place is None:
@@ -200,7 +213,7 @@ class _Builder:
                 reduce: Callable[..., torch.Tensor] = reduce_accumulated
                 if place[1] in self.replicas[place[0]].module.dtensors:
                     reduce = reduce_local_tensor
-                elif self.wanted.updates_parameter(place):
+                elif place in updated:
                     reduce = reduce_to_update
                 self.parameters[place] = parameter
                 with self.graph.inserting_after(last):
@@ -213,8 +226,7 @@ class _Builder:
         """Reduce what no hook reduces: flags and unused parameters."""
         results: list[fx.Node] = []
         for ordinal in self.wanted.synced:
-            replica = self.replicas[ordinal]
-            done: dict[int, fx.Node] = {}
+            replica, done = self.replicas[ordinal], dict[int, fx.Node]()
             for index in (len(replica.parameters), *self.wanted.unused[ordinal]):
                 factors = self.factors.get((ordinal, index), ())
                 given: tuple[Any, ...] = (self.source(ordinal, index), index, ordinal, *factors)
@@ -237,21 +249,9 @@ class _Builder:
             torch.zeros, ([*part.shape, 2] if part.is_complex() else [*part.shape],), options
         )
 
-    def place_updates(self) -> None:
-        for update in self.wanted.updates:
-            places = [(update.replica, index) for index in update.indices]
-            parameters = [] if update.hands_over else [self.parameters[place] for place in places]
-            gradients = [self.reductions[place] for place in places]
-            who = list(update.indices), update.replica, update.optimizer, update.bucket
-            self.graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
-
 
 def reduce_accumulated(
-    parameter: nn.Parameter,
-    existing: bool,
-    index: int,
-    replica: int,
-    *factors: torch.Tensor,
+    parameter: nn.Parameter, existing: bool, index: int, replica: int, *factors: torch.Tensor
 ) -> torch.Tensor:
     """Traced after a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
 
@@ -269,11 +269,7 @@ def reduce_accumulated(
 
 
 def reduce_local_tensor(
-    parameter: Any,
-    existing: bool,
-    index: int,
-    replica: int,
-    *factors: torch.Tensor,
+    parameter: Any, existing: bool, index: int, replica: int, *factors: torch.Tensor
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a DTensor: of its gradient, laid out as it is, the part that this rank holds."""
     grad: Any = redistributed_as(parameter, _accumulated(parameter))
@@ -288,11 +284,7 @@ def reduce_local_tensor(
 
 
 def reduce_to_update(
-    parameter: nn.Parameter,
-    existing: bool,
-    index: int,
-    replica: int,
-    *factors: torch.Tensor,
+    parameter: nn.Parameter, existing: bool, index: int, replica: int, *factors: torch.Tensor
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
     reduced = emit(_accumulated(parameter), index, replica, *factors)
@@ -312,11 +304,7 @@ class NotPlain(Exception):
 
 
 def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> None:
-    """Whether sizes, strides, dtypes and torch's state are all that code for a captured graph depends on.
-
-    Raises:
-        NotPlain: there is more to it.
-    """
+    """Raises `NotPlain` unless sizes, strides, dtypes and torch's state are all that the code depends on."""
     if not dynamo.TAKES_EXISTING and (any(captured.binding.into_existing) or captured.sites.unhooked):
         raise NotPlain("gradients are added to others, which the graph does not take before torch 2.13")
     if wanted.updates or any(replica.after.scattered for replica in replicas):
@@ -336,17 +324,11 @@ def without_python(
     `reduce_accumulated`, `emit`, `real_view`. With 600 small parameters the first step takes it 28 s of processor time,
     and 17 s without it.
 
-    Args:
-        module: made by `with_reductions`.
-        inputs: what it is going to be called with.
-        example: the same as fake tensors, for the compiler.
+    `module`: made by `with_reductions`, for `inputs`; `example`: the same as fake tensors, for the compiler.
 
     Returns:
         A graph that takes one list of tensors and returns reduced flags and missing gradients, then new gradients; and
         of the latter the positions of their parameters in the inputs. What is added to existing ones is added in place.
-
-    Raises:
-        NotPlain: there is something else in it.
     """
     plain = _PlainGraph(inputs)
     graph, made = plain.graph, dict[fx.Node, Any]()
@@ -379,8 +361,7 @@ class _PlainGraph:
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.graph, self.gradients = fx.Graph(), dict[int, fx.Node]()
-        self.in_place = set[int]()
-        """Those that are added to one from before."""
+        self.in_place = set[int]()  # those that are added to one from before
         self._inputs = inputs
 
     def add(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
@@ -425,12 +406,7 @@ class _PlainGraph:
         return reduced
 
 
-def reductions_in(graph: fx.Graph) -> Counter[GradientId]:
-    """The reductions in a graph as Dynamo leaves it: index and replica are the op's second and third argument."""
-    found: Counter[GradientId] = Counter()
-    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-        index, replica = node.args[1:3]
-        assert isinstance(index, int)
-        assert isinstance(replica, int)
-        found[replica, index] += 1
-    return found
+def reductions_in(graph: fx.Graph) -> Counter[Any]:
+    """The reductions in a graph as Dynamo leaves it, by `GradientId`: third and second argument of the op."""
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    return Counter((node.args[2], node.args[1]) for node in nodes)

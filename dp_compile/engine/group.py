@@ -21,44 +21,26 @@ class Group:
 
     process_group: dist.ProcessGroup
     name: str
-    backend: Backend
-    """For tensors on the type of device that its gradients are on."""
+    backend: Backend  # for tensors on the type of device that its gradients are on
     world_size: int
     averaging: Averaging
-    levels: Levels | None = None
-    """Its ranks by node, if the network between nodes is another one than inside."""
-    scattered: frozenset[str] = frozenset()
-    """The parameters of whose reduced gradients each rank keeps a part only, by name."""
-    measured: AllReduceCost | None = None
-    """What a collective on it costs, if that is known (`engine/calibration.py`)."""
+    levels: Levels | None = None  # its ranks by node, if the network between nodes is another one than inside
+    scattered: frozenset[str] = frozenset()  # parameters of whose reduced gradients each rank keeps a part only
+    measured: AllReduceCost | None = None  # what a collective on it costs, if known (`engine/calibration.py`)
 
     def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
-        """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts.
-
-        Args:
-            parameter: whose gradient it is, if that may matter.
-        """
+        """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""
         averaging = replace(self.averaging, scattered=parameter in self.scattered)
         if dtype.is_complex:
             averaging = replace(averaging, wire=None, hook=None)
         name = str(dtype.to_real()).removeprefix("torch.")
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
 
-    def reduction_of_flags(self, dtype: torch.dtype, parameter: str) -> Reduction:
-        """As that of the gradient of this parameter, but over all ranks, which all get all of it, and never by a hook,
-        which may lose some."""
-        whole = replace(self, averaging=replace(self.averaging, hook=None), scattered=frozenset())
-        return whole.reduction(dtype, parameter)
-
-    @property
-    def ranks_inside(self) -> int | None:
-        """Ranks of a node, on two levels."""
-        return None if self.levels is None else self.levels.ranks_inside
-
     @property
     def cost(self) -> AllReduceCost:
         """What a collective costs: measured, else that of the backend's nominal links."""
-        return self.measured or nominal_cost(self.backend, self.world_size, self.ranks_inside)
+        ranks_inside = None if self.levels is None else self.levels.ranks_inside
+        return self.measured or nominal_cost(self.backend, self.world_size, ranks_inside)
 
     @property
     def has_others(self) -> bool:
@@ -67,11 +49,7 @@ class Group:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
-    """The group of all ranks of a mesh, and its levels if it has two dimensions with more than one rank each.
-
-    Raises:
-        ConfigError: not a mesh, this rank is not in it, or it has three dimensions or more.
-    """
+    """The group of all ranks of a mesh, and its levels if it has two dimensions with more than one rank each."""
     require(isinstance(mesh, DeviceMesh), "device_mesh", "a DeviceMesh", type(mesh))
     if mesh.ndim > 2:
         names = "" if mesh.mesh_dim_names is None else f" ({', '.join(mesh.mesh_dim_names)})"
@@ -90,11 +68,7 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
 
 
 def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> Group:
-    """The group that the user means.
-
-    Raises:
-        ConfigError: there is none, this rank is not in it, or what was given is not one.
-    """
+    """The group that the user means. Raises `ConfigError` if there is none, or this rank is not in it."""
     levels = None
     if process_group is not None and device_mesh is not None:
         raise ConfigError("give process_group or device_mesh, not both.")
@@ -104,7 +78,7 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
         process_group, levels = group_of_mesh(device_mesh)
     kinds = dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER)
     require(isinstance(process_group, kinds), "process_group", "a ProcessGroup", type(process_group))
-    process_group = process_group if process_group is not None else dist.group.WORLD
+    process_group = dist.group.WORLD if process_group is None else process_group
     if process_group is None or dist.get_rank(process_group) < 0:
         raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
     return replace(group_on(process_group, distributed.working_device(process_group)), levels=levels)

@@ -29,9 +29,8 @@ from dp_compile._torch.dtensors import groups_that_shard, local_tensor
 from dp_compile.config import CHECK_VARIABLE, check_parameters_every
 from dp_compile.engine.gradients import dense_strides, local_view
 from dp_compile.engine.module_names import fully_qualified
-from dp_compile.engine.owners import owners
-from dp_compile.engine.plan_sync import all_gather_object, channel_in_backward, unique_topic
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.plan_sync import all_gather_object, channel_of, unique_topic
+from dp_compile.engine.replica import Replica, owners
 from dp_compile.errors import DesyncError, ReductionError
 from dp_compile.plan.words import ranks_in_words
 
@@ -57,11 +56,7 @@ _checked: Final[weakref.WeakKeyDictionary[Replica, tuple[_Modules, list[object]]
 
 
 def check_module(replica: Replica) -> None:
-    """Compare the module with what was replicated.
-
-    Raises:
-        ReductionError: a parameter was replaced, added, unfrozen or moved.
-    """
+    """Raises `ReductionError` if a parameter was replaced, added, unfrozen or moved since the module was replicated."""
     if replica.config.check_reductions and not _looks_as_before(replica):
         check_not_moved(replica)
         _refuse(_without_hook(replica))
@@ -69,14 +64,9 @@ def check_module(replica: Replica) -> None:
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:
-    """Every parameter that got a gradient has to be reduced.
+    """Raises `ReductionError` if a parameter gets a gradient that is not reduced.
 
-    Args:
-        hooked: indices of the parameters whose hook is called in this backward.
-        accumulated: every tensor that gets a gradient in this backward.
-
-    Raises:
-        ReductionError: a parameter of the module gets a gradient but has no hook, or as in `refuse_unreduced`.
+    `hooked`: indices of the parameters whose hook is called in this backward; `accumulated`: what gets a gradient.
     """
     index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
     if unhooked := sorted({index_of[id(each)] for each in accumulated if id(each) in index_of}.difference(hooked)):
@@ -90,15 +80,8 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
 
 
 def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:
-    """Refuse gradients of the module that no hook reduces.
-
-    Args:
-        accumulated: tensors that get a gradient and have no hook of the replica.
-
-    Raises:
-        ReductionError: one of them was frozen when the module was replicated, or replaced a parameter since, or was
-            added since.
-    """
+    """Refuse tensors that get a gradient and have no hook of the replica, if they are of its module: frozen when it was
+    replicated, or replaced or added since."""
     present = set(map(id, accumulated))
     _refuse((_FROZEN, name, parameter) for name, parameter in replica.module.frozen if id(parameter) in present)
     if not _looks_as_before(replica):
@@ -109,11 +92,7 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) ->
 
 
 def check_not_moved(replica: Replica) -> None:
-    """Compare dtypes and devices with those of the plan.
-
-    Raises:
-        ReductionError: a parameter has another dtype, or is on another type of device.
-    """
+    """Raises `ReductionError` if a parameter has another dtype or type of device than in the plan."""
     if change := _moved(replica):
         raise ReductionError(
             f"{change} when replicate() was called. Move or convert the module before replicate(), or call "
@@ -196,25 +175,23 @@ _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibon
 
 @dataclass(eq=False, slots=True)
 class _Sums:
-    """Sums being reduced: those of this rank, and the largest and the inverse of the smallest of all ranks.
+    """Sums being reduced."""
 
-    `local`: parameters were changed by gradients of this rank, as in the first half of a step of SAM; on every rank,
-    else the flags are an error.
-    """
-
-    after: int
+    after: int  # so many backwards
     local: bool
+    """Parameters were changed by gradients of this rank, as in the first half of a step of SAM; on every rank, else the
+    flags are an error."""
     indices: tuple[int, ...]
-    own: torch.Tensor
-    reduced: torch.Tensor
+    own: torch.Tensor  # of this rank
+    reduced: torch.Tensor  # the largest, and the inverse of the smallest, of all ranks
     work: dist.Work | None
 
 
 @dataclass(eq=False, slots=True)
 class _Comparisons:
-    """Of one replica. `backwards` never goes back, unlike `synced_backwards`: the same on every rank."""
+    """Of one replica."""
 
-    backwards: int = 0
+    backwards: int = 0  # never goes back, unlike `synced_backwards`: the same on every rank
     sums: _Sums | None = None
     is_off: bool = False
 
@@ -226,9 +203,7 @@ def check_parameters(replica: Replica) -> None:
     """Called after each synchronised backward, on every rank after the same ones.
 
     Not where ranks have run out of inputs: those do not step. Unasked only where equal gradients are sure.
-
-    Raises:
-        DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
+    Raises `DesyncError` on every rank.
     """
     every, group = check_parameters_every(), replica.group
     is_asked, equal_gradients = every is not None, replica.called_hook is None and group.backend.equal_bits
@@ -284,19 +259,17 @@ def _launch(replica: Replica, after: int) -> _Sums:
         for index, parameter in enumerate(replica.parameters)
         if index not in local.exempt and type(local_tensor(parameter).detach()) is torch.Tensor
     )
+    device = replica.device
+    # What decides how an optimizer rounds, beyond its inputs.
+    of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    of_host = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    facts = zlib.crc32(repr((torch.__version__, torch.version.git_version, of_device, of_host)).encode())
     with torch.no_grad():
         sums = fingerprints([replica.parameters[index] for index in indices])
-        own = torch.cat([torch.tensor([_facts(replica.device)], device=replica.device), sums])
+        own = torch.cat([torch.tensor([facts], device=device), sums])
         reduced = torch.stack([own, ~own])
         work = dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=replica.group.process_group, async_op=True)
     return _Sums(after, local.moved or local.was_moved, indices, own, reduced, work)
-
-
-def _facts(device: torch.device) -> int:
-    """What decides how an optimizer rounds, beyond its inputs."""
-    of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    of_host = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
-    return zlib.crc32(repr((torch.__version__, torch.version.git_version, of_device, of_host)).encode())
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -312,16 +285,14 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     words = [_words(tensor.detach()) for tensor in tensors]
     longest = max(map(len, words)) // _WORDS_IN_A_ROW + 2 * _WORDS_IN_A_ROW
     factors = (2 * torch.arange(longest, device=tensors[0].device) + 1) * _FACTOR
-    return torch.stack([_fingerprint(each, factors) for each in words])
-
-
-def _fingerprint(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    whole = len(words) - len(words) % _WORDS_IN_A_ROW
-    sums = words
-    if whole:
-        rows = words[:whole].view(-1, _WORDS_IN_A_ROW)
-        sums = torch.cat([rows.sum(1), rows.sum(0), words[whole:]])
-    return (sums * factors[: len(sums)]).sum()
+    found = []
+    for sums in words:
+        whole = len(sums) - len(sums) % _WORDS_IN_A_ROW
+        if whole:
+            rows = sums[:whole].view(-1, _WORDS_IN_A_ROW)
+            sums = torch.cat([rows.sum(1), rows.sum(0), sums[whole:]])
+        found.append((sums * factors[: len(sums)]).sum())
+    return torch.stack(found)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -340,7 +311,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
     """Which parameter, on which ranks: asked in the store, as it happens once in a run."""
     first, own = sums.indices[places[0]], int(sums.own[places[0] + 1])
-    stated = all_gather_object(channel_in_backward(replica), unique_topic(replica, "differing parameters"), own)
+    stated = all_gather_object(channel_of(replica), unique_topic(replica, "differing parameters"), own)
     usual = Counter(stated).most_common(1)[0][0]
     others, same = ([rank for rank, each in enumerate(stated) if (each == usual) is wanted] for wanted in (False, True))
     more = f", and {len(places) - 1} more" if len(places) > 1 else ""
@@ -356,22 +327,28 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
 # --- finite -----------------------------------------------------------------------------------------------------------
 
 
-def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any]) -> None:
+def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor] | None, outputs: Sequence[Any]) -> None:
     """Raise on every rank if a reduced gradient holds a NaN or an infinity. Reads one number back from the device.
+
+    `reduced`: by name; `None`: those in `.grad`. `outputs`: what the backward started from on this rank.
 
     A non-finite contribution of one rank makes the reduced gradient non-finite on every rank, so all ranks take the
     same branch. Only then do they exchange whether their loss was finite.
-
-    Raises:
-        ReductionError: names the parameters, and the ranks whose loss was not finite.
     """
+    if reduced is None:
+        grads = [(name, each.grad) for name, each in zip(replica.names, replica.parameters, strict=True)]
+        reduced = {
+            name: grad.coalesce().values() if grad.is_sparse else local_tensor(grad)
+            for name, grad in grads
+            if grad is not None
+        }
     if _all_finite(replica, list(reduced.values())):
         return
     kinds = {name: "nan" if bool(grad.isnan().any()) else "inf" for name, grad in reduced.items() if _is_bad(grad)}
     names = [f"{name} ({kind})" for name, kind in kinds.items()] or ["parts of DTensors that other ranks hold"]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     finite = not any(_is_bad(each) for each in outputs if isinstance(each, torch.Tensor))
-    stated = all_gather_object(channel_in_backward(replica), unique_topic(replica, "finite"), finite)
+    stated = all_gather_object(channel_of(replica), unique_topic(replica, "finite"), finite)
     origin = (
         "The loss was finite on every rank, so an operation of the backward produced them, or a gradient or a sum "
         "overflowed its wire dtype. torch.autograd.set_detect_anomaly(True) names the operation in the first case."
@@ -395,4 +372,4 @@ def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_bad(tensor: torch.Tensor) -> bool:
-    return not bool(tensor.isfinite().all())
+    return not tensor.isfinite().all()

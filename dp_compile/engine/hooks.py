@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from dp_compile._torch import autograd, compiler
 from dp_compile._torch.distributed import collectives_launched, group_of_name
-from dp_compile.engine.called_hook import reduce_by_call
+from dp_compile.comm_hooks.comm_hook import CommHook
+from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed, remember
 from dp_compile.engine.gradients import lay_out, local_view, sparse_gradient
 from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
@@ -29,7 +30,7 @@ from dp_compile.engine.ranges import BACKWARD, LAUNCH, WAIT, during, during_buck
 from dp_compile.engine.replica import GradientReceiver, Replica
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
-from dp_compile.plan.buckets import Bucket
+from dp_compile.plan.buckets import Bucket, BucketPlan
 from dp_compile.plan.reduction import CALLED, is_handed_back_at_the_end, launch_order
 
 ResultT = TypeVar("ResultT")
@@ -63,11 +64,11 @@ class GradHook:
                 f"the hook of {self.name} is being traced by a capture that is not dp_compile's. "
                 "Switch torch's own compiled autograd off around this backward."
             )
-        receiver = replica.state.receiver
-        if receiver is None or (isinstance(receiver, ReductionRound) and receiver.is_left_over()):
+        receiver = receiver_of(replica)
+        if receiver is None:
             # C++ entered the engine. What changed before and what changed in the backward look the same.
             receiver = _open_round(replica)
-            replica.state.step_guard.forget_start()
+            replica.state.step_guard.at_start = ()
         receiver.mark_ready(self.index)
 
 
@@ -104,6 +105,13 @@ class NoGradients:
         )
 
 
+def receiver_of(replica: Replica) -> GradientReceiver | None:
+    """Where the hooks of a module report in the backward of it that is in progress."""
+    receiver = replica.state.receiver
+    is_left_over = isinstance(receiver, ReductionRound) and receiver.is_left_over()
+    return None if is_left_over else receiver
+
+
 @contextlib.contextmanager
 def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
     """Inside, hooks of these modules report there."""
@@ -118,7 +126,7 @@ def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
 
 
 def install_hooks(replica: Replica) -> None:
-    """Put one hook on each parameter of a replica; `Replica.hook_handles` take them off."""
+    """Put one hook on each parameter of a replica; `ModuleRefs.hook_handles` take them off."""
     replica.module.hook_handles = tuple(
         parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
         for index, parameter in enumerate(replica.parameters)
@@ -126,95 +134,62 @@ def install_hooks(replica: Replica) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
-    """A bucket on its way."""
-
-    bucket: Bucket
-    ops: EagerOps
-    reducing: Generator[None, None, torch.Tensor]
-
-
-@dataclass(eq=False, slots=True)
 class ReductionRound:
     """The reductions of one backward that was not captured: the plan's buckets, launched in the plan's order."""
 
     replica: Replica
-    graph_task: int | None = None
-    """The engine's number of the backward, if its end is seen by the engine only."""
-    before: ReductionRound | None = None
-    """The round of another module in the same backward. It launches everything first, as captured code does."""
-    absent: bool = False
-    """This rank has no inputs left, or its backward failed: it takes part with zeros and keeps nothing."""
-    silent_launches: int = 0
-    """How many launches, in the plan's order, a backward that failed has made."""
-    is_held: bool = False
-    """Nothing is launched before the end, as an inner backward may add to a gradient once more."""
+    graph_task: int | None = None  # the engine's number of the backward, if its end is seen by the engine only
+    before: ReductionRound | None = None  # of another module, which launches everything first, as captured code does
+    absent: bool = False  # no inputs are left, or the backward failed: takes part with zeros and keeps nothing
+    silent_launches: int = 0  # how many launches, in the plan's order, a backward that failed has made
+    is_held: bool = False  # nothing is launched before the end, as an inner backward may add to a gradient once more
     reached: Callable[[], Collection[int]] = tuple
     """Parameters that are in the backward's graph. Asked for if some did not arrive: a function of the user's may have
     given none, which counts as zeros, as for torch's DDP."""
-    arrived: dict[int, None] = field(default_factory=dict)
-    """Parameters in the order in which their gradients were completed."""
+    arrived: dict[int, None] = field(default_factory=dict)  # parameters in the order in which gradients were completed
     awaited: list[int] | None = field(init=False)
     """Members of the next bucket, the first one last; those that have arrived go. `None`: all buckets are launched."""
-    flights: list[_Flight] = field(default_factory=list)
+    flights: list[tuple[EagerOps, Generator[None, None, torch.Tensor]]] = field(default_factory=list)
+    """The buckets that are on their way."""
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Where that of buckets comes from. It is given back with the round, but for what became a gradient."""
-    new: frozenset[int] = frozenset()
-    """Parameters that had no gradient before: theirs get the memory of their bucket. All others keep their own."""
-    due: deque[tuple[int, int]] | None = None
-    """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
+    new: frozenset[int] = frozenset()  # had no gradient before: it gets the memory of the bucket, others keep their own
+    due: deque[tuple[int, int]] | None = None  # buckets and stages still to be launched; `None` before the first launch
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
 
     def __post_init__(self) -> None:
         self._await_next()
-        self.memory = (
-            self.replica.state.bucket_memory.in_turn(self.replica.device) if self.replica.plan.keeps_memory else None
-        )
+        state, keeps_memory = self.replica.state, self.replica.plan.keeps_memory
+        self.memory = state.bucket_memory.in_turn(self.replica.device) if keeps_memory else None
 
     def mark_ready(self, index: int) -> None:
-        """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
-
-        Raises:
-            ReductionError: the parameter arrived twice in one backward, or its gradient is sparse unexpectedly.
-        """
+        """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next."""
         if index in self.replica.module.dtensors:
             # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
             lay_out(self.replica.parameters[index])
-        if index in self.arrived and self._is_launched(index):
+        launched = (member.gradient.index for ops, _ in self.flights for member in ops.bucket.members)
+        if index in self.arrived and index in launched:
             raise ReductionError(
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
         # Without this gradient: the user's own hooks on it, which may change it, can come after ours.
-        self._launch_complete()
+        is_next = not self.is_held and (self.before is None or self.before.is_launched())
+        while is_next and self.awaited is not None:
+            while self.awaited and self.awaited[-1] in self.arrived:
+                self.awaited.pop()
+            if self.awaited:
+                break
+            self._launch(self.replica.plan.buckets[len(self.flights)], None)
         self.arrived[index] = None
-
-    def _is_launched(self, index: int) -> bool:
-        return any(member.gradient.index == index for flight in self.flights for member in flight.bucket.members)
 
     def is_left_over(self) -> bool:
         """Whether it belongs to an earlier backward, that was interrupted before the engine saw its end."""
         return self.graph_task is not None and self.graph_task != autograd.graph_task()
 
-    def _launch_complete(self) -> None:
-        if self.is_held or (self.before is not None and not self.before.is_launched()):
-            return
-        while self.awaited is not None:
-            while self.awaited and self.awaited[-1] in self.arrived:
-                self.awaited.pop()
-            if self.awaited:
-                return
-            self._launch(self.replica.plan.buckets[len(self.flights)], None)
-
     def finish(self) -> None:
-        """Complete the set with zeros, wait for all buckets and hand the averages out.
-
-        Raises:
-            ReductionError: a parameter was unused on some rank and that is an error, parameters were changed before
-                they were reduced, or a parameter that has a gradient has no hook any more.
-            DesyncError: ranks reduced different modules.
-        """
+        """Complete the set with zeros, wait for all buckets and hand the averages out. Raises as `read_flags`."""
         replica, everything = self.replica, range(len(self.replica.parameters))
         try:
             if not self.absent and len(self.arrived) < len(everything):
@@ -225,14 +200,14 @@ class ReductionRound:
                     lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
             unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.state.step_guard.used})
-            self._launch_rest(None if self.absent else flags_to_send(replica, unused, used))
+            self.launch_rest(None if self.absent else flags_to_send(replica, unused, used))
             self.averages = self._wait()
             flags = self.averages[len(replica.parameters)]
             refuse_failed(replica, flags)
             left_alone = replica.used_by_nobody(everything if self.absent else unused, flags)
-            for flight in self.flights:
-                if flight.ops.run is not None:
-                    remember(replica, flight.bucket, flight.ops.run, flags, left_alone)
+            for ops, _ in self.flights:
+                if ops.run is not None:
+                    remember(replica, ops.bucket, ops.run, flags, left_alone)
             self._set_grads()
             replica.state.step_guard.used.clear()
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
@@ -243,7 +218,7 @@ class ReductionRound:
                 replica.count_synced()
                 replica.state.receiver = None
 
-    def _launch_rest(self, flags: torch.Tensor | None) -> None:
+    def launch_rest(self, flags: torch.Tensor | None) -> None:
         for bucket in self.replica.plan.buckets[len(self.flights) :]:
             self._launch(bucket, flags)
         while self.due:
@@ -252,30 +227,24 @@ class ReductionRound:
     @property
     def launches(self) -> int:
         """How many collectives it has launched."""
-        return sum(flight.ops.launches for flight in self.flights)
-
-    def complete_failed(self, error: BaseException) -> None:
-        """Take part in what the backward that failed has not launched: with zeros, and with flags that say so."""
-        self._launch_rest(flags_of_failure(self.replica, error))
-        for flight in self.flights:
-            finished(flight.reducing)
+        return sum(ops.launches for ops, _ in self.flights)
 
     def drop(self) -> None:
         """Wait for what is in flight."""
-        for flight in self.flights:
-            if flight.ops.work is not None:
-                flight.ops.work.wait()
+        for ops, _ in self.flights:
+            if ops.work is not None:
+                ops.work.wait()
 
     def _wait(self) -> dict[int, torch.Tensor]:
         """For all buckets; of which each rank has a part, that is handed on."""
         reduced: dict[int, torch.Tensor] = {}
-        for number, flight in enumerate(self.flights):
-            tensor = finished(flight.reducing)
-            if flight.bucket.key.reduction.is_scattered:
+        for number, (ops, reducing) in enumerate(self.flights):
+            tensor = finished(reducing)
+            if ops.bucket.key.reduction.is_scattered:
                 assert self.replica.after.parts_to is not None
                 self.replica.after.parts_to.apply(number, (), (), [tensor])
                 continue
-            reduced.update(flight.ops.averages(tensor))
+            reduced.update(ops.averages(tensor))
         return reduced
 
     def _set_grads(self) -> None:
@@ -332,7 +301,7 @@ class ReductionRound:
         reducing, called = reduce_bucket(bucket, ops), self.replica.called_hook
         if called is not None and hook == CALLED:
             reducing = reduce_by_call(called, bucket, ops, self.replica.parameters, self.replica.plan)
-        self.flights.append(_Flight(bucket, ops, reducing))
+        self.flights.append((ops, reducing))
         self._await_next()
         if self.due is None:
             self.due = deque(self.order())
@@ -355,10 +324,10 @@ class ReductionRound:
         """Launch what is due next, and wait for the stage before it."""
         assert self.due is not None
         number, stage = self.due.popleft()
-        flight = self.flights[number]
-        flight.ops.is_silent, self.silent_launches = self.silent_launches > 0, self.silent_launches - 1
+        ops, reducing = self.flights[number]
+        ops.is_silent, self.silent_launches = self.silent_launches > 0, self.silent_launches - 1
         with torch.no_grad():
-            next(flight.reducing)
+            next(reducing)
         return number, stage
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
@@ -383,13 +352,9 @@ def reduce_eagerly(
     create_graph: bool = False,
     reached: Callable[[Replica], Collection[int]] | None = None,
 ) -> ResultT:
-    """Run a backward that is not captured; its hooks reduce.
+    """Run a backward that is not captured; its hooks reduce these modules, in this order.
 
-    Args:
-        replicas: the modules that it reaches, in the order in which they are reduced.
-        run: the backward.
-        create_graph: its gradients are part of a graph, and stay that.
-        reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
+    `create_graph`: its gradients are part of a graph, and stay that. `reached`: see `ReductionRound.reached`.
     """
     synced = [replica for replica in replicas if replica.reduces]
     finalize_plans(synced)
@@ -407,30 +372,27 @@ def reduce_eagerly(
             of_graphs = replica.parameters if compiler.replays_cuda_graphs(replica.device) else ()
             existing = {index: each.grad for index, each in enumerate(of_graphs) if each.grad is not None}
             local[replica] = UnsyncedGradients(replica, existing)
-    with reporting(local | {each.replica: each for each in rounds}):
-        with during(BACKWARD, *synced):
+    with reporting(local | {each.replica: each for each in rounds}), during(BACKWARD, *synced):
+        try:
+            result = run()
+            for each in rounds:  # in the order in which they launch
+                each.finish()
+        except BaseException as error:
+            for each in () if is_of_other_ranks(error) else rounds:
+                each.drop()
             try:
-                result = run()
-                for each in rounds:  # in the order in which they launch
-                    each.finish()
-            except BaseException as error:
-                for each in () if is_of_other_ranks(error) else rounds:
-                    each.drop()
-                try:
-                    leave({each.replica: each.launches for each in rounds}, error)
-                except Exception as another:  # of a hook, a second time: who called this one completes the rest
-                    if is_of_other_ranks(another):
-                        raise
-                raise
+                leave({each.replica: each.launches for each in rounds}, error)
+            except Exception as another:  # of a hook, a second time: who called this one completes the rest
+                if is_of_other_ranks(another):
+                    raise
+            raise
     return result
 
 
 def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
     """Complete this rank's part in a backward that failed on it: no rank waits for it, and no receive is left over.
 
-    Args:
-        launches: modules in the order in which they are reduced, and how many collectives of each were launched.
-        error: what ended the backward.
+    `launches`: how many collectives of each module were launched, in the order in which they are reduced.
     """
     for replica, launched in launches.items():
         if not replica.group.has_others:
@@ -442,7 +404,9 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             rest.memory = None  # it may still be in use
             # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
             local.reduced = launched > rest.order().index((len(stages) - 1, 0))
-            rest.complete_failed(error)
+            rest.launch_rest(flags_of_failure(replica, error))  # with zeros
+            for _, reducing in rest.flights:
+                finished(reducing)
         if local.reduced:
             number = replica.history.synced_backwards + 1
             local.missed = (
@@ -460,26 +424,18 @@ def launches_so_far(replica: Replica) -> int:
 def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) -> None:
     """A backward that is inside another one reaches a module: its gradients are part of the outermost one's.
 
-    Args:
-        replica: the module.
-        late: takes a round of a module that the outermost one does not reach, which is to be finished at its end;
-            `None`: the engine says when that is.
+    `late` takes a round of a module that the outermost one does not reach, which is to be finished at its end; `None`:
+    the engine says when that is.
     """
-    receiver = replica.state.receiver
-    if receiver is None or (isinstance(receiver, ReductionRound) and receiver.is_left_over()):
-        this = _open_round(replica, late)
-        if isinstance(this, ReductionRound):
-            this.is_held = True
-    elif isinstance(receiver, ReductionRound):
+    receiver = receiver_of(replica) or _open_round(replica, late)
+    if isinstance(receiver, ReductionRound):
         receiver.is_held = True
 
 
 def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> GradientReceiver:
     """Where the hooks of a module report whose backward `engine/backward.py` has not seen begin.
 
-    Raises:
-        ReductionError: in `join()`; or a step, or all of a sharded one, follows the end of a backward: the end of this
-            one is seen by the engine only.
+    Its end is seen by the engine only, so nothing may follow it.
     """
     if replica.state.sync and (not replica.state.reduces_gradients or replica.after.parts_to is not None):
         what = "sharded optimizer" if replica.state.reduces_gradients else "step at the end of each backward"
@@ -501,3 +457,76 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
         this.graph_task = autograd.graph_task()
         autograd.queue_after_backward(this.finish)
     return this
+
+
+# --- a Python hook of torch's DDP, called with each bucket by backwards that run eagerly ------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class CalledBucket:
+    """What a Python hook is given: a bucket with the methods of `torch.distributed.GradBucket`."""
+
+    number: int  # in the order in which buckets are launched
+    is_final: bool  # it is the last one of the backward
+    flat: torch.Tensor  # the local gradients, not divided, one after the other
+    parts: list[torch.Tensor]  # the gradients in it, each shaped as its parameter
+    of: list[torch.Tensor]  # their parameters
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.is_final
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self.flat = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.parts
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.of
+
+
+def reduce_by_call(
+    hook: CommHook, bucket: Bucket, ops: EagerOps, parameters: Sequence[torch.Tensor], plan: BucketPlan
+) -> Generator[None, None, torch.Tensor]:
+    """Reduce a bucket by a Python hook. Pauses after the hook was called, as `reduce_bucket` does after a launch."""
+    called = [each for each in plan.buckets if each.key.reduction.hook == CALLED]
+    number = next(number for number, each in enumerate(called) if each is bucket)
+    flat = ops.fill(1.0, None)
+    assert ops.filled is not None
+    members = [parameters[member.gradient.index] for member in bucket.members]
+    given = CalledBucket(number, number == len(called) - 1, flat, ops.filled[1], members)
+    if ops.is_silent:
+        yield
+        return flat
+    assert not isinstance(hook.function, FunctionalHook)
+    with ops.launching():
+        future = hook.function(hook.state, given)  # type: ignore[arg-type]
+    if not callable(getattr(future, "wait", None)):  # those of collectives are of the base class in C++
+        returned = type(future).__name__
+        raise ReductionError(
+            f"comm hook {hook.name} returned a {returned}, not a torch.futures.Future of the reduced bucket."
+        )
+    ops.work, ops.launches = future, ops.launches + 1
+    if flat.is_cpu:
+        # On CPUs callbacks that launch more, as powerSGD_hook's, run in a thread of the backend. Among the launches
+        # of this thread their order would differ by rank. On a GPU they run here, when they are added.
+        future.wait()
+    yield
+    with ops.waiting():
+        value = future.wait()
+    reduced = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if not isinstance(reduced, torch.Tensor) or reduced.numel() != bucket.numel:
+        what = f"{reduced.numel()} elements" if isinstance(reduced, torch.Tensor) else f"a {type(reduced).__name__}"
+        raise ReductionError(
+            f"the future of comm hook {hook.name} holds {what}, not the {bucket.numel} elements of bucket {number}."
+        )
+    if reduced is not flat:
+        with torch.no_grad():
+            flat.copy_(reduced.reshape(-1))  # as torch's reducer does: the hook may keep its tensor and write to it
+    return flat

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from dp_compile._torch import compiler, distributed
 from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine.flags import in_one_line
-from dp_compile.engine.plan_sync import is_of_other_ranks
+from dp_compile.engine.plan_sync import COMPILING, Progress, RankStatus, is_of_other_ranks, read_statuses, write_status
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.status import COMPILING, Progress, RankStatus, read_statuses, write_status
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.words import count, ranks_in_words
 
@@ -79,11 +78,8 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
 
 
 class Watched:
-    """A synchronised backward of some replicas, from entering to leaving it. An error that ends it is explained.
-
-    Raises:
-        CommunicationError: on leaving, in place of torch's error, if other ranks could not be reached.
-    """
+    """A synchronised backward of some replicas, from entering to leaving it. An error that ends it is explained:
+    `CommunicationError` comes in place of torch's if other ranks could not be reached."""
 
     __slots__ = ("_bases", "_replicas", "_since_s", "_warnings", "thread")
 

@@ -1,7 +1,7 @@
 """What ranks compare and decide over the key-value store: the model in `replicate`, the plan in the first backward.
 
 Never inside the compiler, and each wait ends with a time-out, that of the group's collectives. Time in which ranks
-compile does not count: their monitors publish it (`engine/status.py`). `check_consistent` and `all_gather_object` are
+compile does not count: their monitors publish it (`RankStatus`). `check_consistent` and `all_gather_object` are
 one round: every rank posts, rank 0 reads all of it and posts one verdict for all, so that all ranks go on or all raise
 the same error, and the traffic of `check_consistent` is linear in the ranks.
 
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from dp_compile.config import monitor_after_s
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.status import COMPILING, read_statuses
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
@@ -62,6 +61,44 @@ def is_of_other_ranks(error: BaseException) -> bool:
     if isinstance(error, VoidBackwardError):
         return False
     return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
+
+
+# --- what each process publishes of itself once a second, in the store of the default process group -------------------
+
+COMPILING: Final = "compiling, "
+_STATUS_KEY: Final = "dp_compile.monitor/{}"
+
+
+class Progress(NamedTuple):
+    """How far one rank is with one module."""
+
+    done: int  # complete synchronised backwards
+    launched: int = -1  # collectives of the one in progress; -1: there is none
+    failed: str = ""  # the error that ended backward `done` + 1
+    gave_up: bool = False  # it only reports that other ranks are not reached
+
+
+class RankStatus(NamedTuple):
+    """What a process publishes: a number that grows, progress by topic, what runs, and whether it has ended."""
+
+    beat: int
+    modules: dict[str, Progress]
+    place: str = ""  # the user's line, after `COMPILING` while torch compiles
+    left: bool = False
+
+
+def write_status(store: distributed.Store, rank: int, status: RankStatus) -> None:
+    store.set(_STATUS_KEY.format(rank), json.dumps(status))
+
+
+def read_statuses(store: distributed.Store, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    """The latest status of each of these ranks that has published one, by rank in the default group."""
+    keys = {rank: _STATUS_KEY.format(rank) for rank in ranks}
+    if not store.check(list(keys.values())):  # to get a key that was never set would block
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    texts = store.multi_get(list(keys.values())) if keys else []
+    found = {rank: RankStatus(*json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+    return {r: each._replace(modules={t: Progress(*of) for t, of in each.modules.items()}) for r, each in found.items()}
 
 
 # --- over the store ---------------------------------------------------------------------------------------------------
@@ -103,17 +140,14 @@ class StoreChannel:
             with contextlib.suppress(MissingRankError), self._asking(look_s):
                 self.store.wait([key], timedelta(seconds=look_s))
                 return json.loads(self.store.get(key))
-            before, beats = beats, self._compiling()
+            with self._asking(math.inf):
+                statuses = read_statuses(self.store, self.watched) if self.watched else {}
+            compiling = {rank: each.beat for rank, each in statuses.items() if each.place.startswith(COMPILING)}
+            before, beats = beats, compiling
             if any(before.get(rank, beat) != beat for rank, beat in beats.items()):  # else it may have been killed
                 end_s = min(time.monotonic() + patience_s, last_s)
             if time.monotonic() >= end_s:
                 raise MissingRankError(absent)
-
-    def _compiling(self) -> dict[int, int]:
-        """The ranks that publish that they compile, and the number of their latest status."""
-        with self._asking(math.inf):
-            statuses = read_statuses(self.store, self.watched) if self.watched else {}
-        return {rank: each.beat for rank, each in statuses.items() if each.place.startswith(COMPILING)}
 
     @contextlib.contextmanager
     def _asking(self, patience_s: float) -> Iterator[None]:
@@ -160,13 +194,9 @@ def _round(channel: StoreChannel, topic: str, value: Any, judge: Callable[[dict[
 
 
 def check_consistent(channel: StoreChannel | None, topic: str, statement: Statement, *, call: str = "") -> None:
-    """Return when every rank has made an equal statement on `topic`.
+    """Return when every rank has made an equal statement, plain JSON data, on `topic`: once on this channel.
 
-    Args:
-        channel: of the ranks; `None`: there are no others.
-        topic: unique for this comparison on this channel.
-        statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
-        call: the user's call that this is a part of, for errors.
+    A key `error` says that this rank cannot go on and why. `call`: the user's that this is a part of, for errors.
 
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
@@ -189,22 +219,14 @@ def _complaints(stated: Mapping[int, Statement]) -> list[str]:
 
 
 def all_gather_object(channel: StoreChannel | None, topic: str, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `check_consistent`.
-
-    Raises:
-        DesyncError: on every rank, some rank has no value after `channel.timeout_s`; the text names it.
-    """
+    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `check_consistent`."""
     if channel is None:
         return [value]
     return list(_round(channel, topic, value, lambda stated: list(stated.values()), ""))
 
 
 def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> Any:
-    """The value of rank 0, on every rank. Rank 0 does not wait for the others.
-
-    Raises:
-        DesyncError: rank 0 has no value after `channel.timeout_s`.
-    """
+    """The value of rank 0, on every rank, or a `DesyncError`. Rank 0 does not wait for the others."""
     if channel is None:
         return value
     if channel.rank == 0:
@@ -237,14 +259,17 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # --- the ranks of a module --------------------------------------------------------------------------------------------
 
 
-def channel_of(group: Group, device: torch.device | None = None) -> StoreChannel | None:
-    """Where the ranks of a group meet, with the time-out of its collectives; `None` if there are no others.
+def channel_of(who: Replica | Group, device: torch.device | None = None) -> StoreChannel | None:
+    """Where the ranks of a module or a group meet, with the time-out of its collectives; `None` if there are no others.
 
     `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
     """
+    group = who if isinstance(who, Group) else who.group
     if not group.has_others:
         return None
-    device = device or torch.device(distributed.working_device(group.process_group))
+    if device is None:
+        working = distributed.working_device(group.process_group)
+        device = torch.device(working) if isinstance(who, Group) else who.device
     timeout_s = distributed.timeout_of(group.process_group, device)
     watched = range(dist.get_world_size()) if monitor_after_s() is not None else ()
     return StoreChannel(
@@ -252,43 +277,27 @@ def channel_of(group: Group, device: torch.device | None = None) -> StoreChannel
     )
 
 
-def channel_in_backward(replica: Replica) -> StoreChannel | None:
-    """Where the ranks of a module meet: they wait for each other as long as for a collective."""
-    return channel_of(replica.group, replica.device)
+def unique_topic(who: Replica | Group, about: str) -> str:
+    """A topic that no other `unique_topic` of these ranks has, past or future.
 
-
-def unique_topic(replica: Replica, about: str) -> str:
-    """A topic that no other unique_topic of these ranks has, past or future."""
-    return _numbered(f"{replica.module.topic}/{about}")
-
-
-def _numbered(topic: str) -> str:
-    """Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
-    counts back. A rank would then read a value of the time before."""
+    Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
+    counts back. A rank would then read a value of the time before.
+    """
+    topic = f"dp_compile.{about}/{who.name}" if isinstance(who, Group) else f"{who.module.topic}/{about}"
     _meetings[topic] += 1
     return f"{topic}/{_meetings[topic]}"
 
 
 def check_consistent_in_call(who: Replica | Group, statement: Statement, call: str) -> str:
-    """Compare in a call that every rank of a module, or a group, makes in the same order. Returns the topic.
-
-    Raises:
-        DesyncError: ranks differ, one reports an error, or one is missing.
-    """
-    if isinstance(who, Group):
-        channel, topic = channel_of(who), _numbered(f"dp_compile.{call}/{who.name}")
-    else:
-        channel, topic = channel_in_backward(who), unique_topic(who, call)
-    check_consistent(channel, topic, statement, call=call)
+    """Compare in a call that every rank of a module, or a group, makes in the same order. Returns the topic."""
+    topic = unique_topic(who, call)
+    check_consistent(channel_of(who), topic, statement, call=call)
     return topic
 
 
 @contextlib.contextmanager
 def propagate_errors(who: Replica | Group | None, call: str) -> Iterator[None]:
-    """An error of any kind inside reaches the other ranks too, which wait for this one in `check_consistent_in_call`.
-
-    `None`: no rank waits.
-    """
+    """An error of any kind inside also reaches the ranks that wait for this one in `check_consistent_in_call`."""
     try:
         yield
     except (DesyncError, LostStoreError):  # the ranks have met, or cannot
@@ -307,19 +316,13 @@ def propagate_errors(who: Replica | Group | None, call: str) -> Iterator[None]:
 def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
     """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
 
-    Args:
-        replicas: in any order.
-        times: what the captured graph says of a replica's gradients. Without it, and on this group's first rank, the
-            plan stays as it is.
-
-    Raises:
-        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan: then all
-            keep the one they have.
+    `times`: what the captured graph says of a replica's gradients. Without it on the group's first rank, the plan stays
+    as it is. After an error all keep the one they have.
     """
     times, asked = times or {}, []
     for replica in replicas:
         if replica.planning.awaits_graph:
-            channel, topic = channel_in_backward(replica), unique_topic(replica, "ready times")
+            channel, topic = channel_of(replica), unique_topic(replica, "ready times")
             proposal = times[replica].to_json() if replica in times else None
             # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
             if channel is not None and channel.rank == 0:
@@ -331,34 +334,24 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
         replica.planning.awaits_graph = False
         if decided is not None or replica.group.measured is not None:
             ready = replica.planning.ready if decided is None else ReadyTimes.from_json(decided)
-            before = len(replica.plan.buckets)
+            before = count(len(replica.plan.buckets), "bucket")
             planned = plan_from_times(replica, ready)
             # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size
             # would then be added to each other, and nothing else would notice.
-            check_consistent(
-                channel_in_backward(replica),
-                unique_topic(replica, "new plan"),
-                {"the new plan": planned.plan.signature()},
-            )
+            signature = {"the new plan": planned.plan.signature()}
+            check_consistent(channel_of(replica), unique_topic(replica, "new plan"), signature)
             replica.adopt(planned, ready)
-            logger.info(
-                "the plan of the first synchronised backward: %s; before %s",
-                describe_plan(replica),
-                count(before, "bucket"),
-            )
+            logger.info("the plan of the first synchronised backward: %s; before %s", describe_plan(replica), before)
 
 
 def meet_before_launch(replicas: Iterable[Replica]) -> None:
     """Return when every rank is about to launch the first collective of these replicas: its code is made.
 
-    Does nothing for those that have launched before. After an interrupt the same unique_topic is entered again.
-
-    Raises:
-        DesyncError: a rank has not come to this point within the group's time-out.
+    Does nothing for those that have launched before. After an interrupt the same topic is entered again.
     """
     for replica in replicas:
         if replica.planning.awaits_code:
-            check_consistent(channel_in_backward(replica), f"{replica.module.topic}/first launch", {})
+            check_consistent(channel_of(replica), f"{replica.module.topic}/first launch", {})
             replica.planning.awaits_code = False
 
 

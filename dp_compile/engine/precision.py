@@ -33,7 +33,6 @@ _PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
 
 CastSite = tuple[tuple[str, ...], nn.Module | None, str]
 """The names of the modules from the root to the owner, the owner (`None`: the root), the name of its parameter.
-
 Dynamo names a graph's inputs by the way from the root. The owner itself counts where a wrapper was put around it since.
 """
 
@@ -49,25 +48,17 @@ class _Cast(NamedTuple):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Precision:
-    """How one module computes. Copies and pickles of the module have `None` in its place.
+    """How one module computes. Copies and pickles of the module have `None` in its place."""
 
-    Args:
-        param_dtype: floating parameters are cast to it, and floating inputs with `cast_inputs`.
-        output_dtype: floating outputs are cast to it.
-        sites: where parameters are cast; the sites of one tied parameter together.
-    """
-
-    param_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None  # floating parameters are cast to it, and floating inputs with `cast_inputs`
     output_dtype: torch.dtype | None
     cast_inputs: bool
-    sites: tuple[tuple[CastSite, ...], ...]
-    depth: int = 0
-    """How many forwards that are not compiled as a whole, and backwards of them, are under way."""
+    sites: tuple[tuple[CastSite, ...], ...]  # where parameters are cast; the sites of one tied parameter together
+    depth: int = 0  # forwards that are not compiled as a whole, and backwards of them, that are under way
     _active: list[_Cast] = field(default_factory=list)
     _kept: list[_Cast] = field(default_factory=list)
     """The casts of the last forward that was not compiled as a whole, for recomputation."""
-    _awaited: int = 0
-    """How many such forwards have not had their backward."""
+    _awaited: int = 0  # such forwards that have not had their backward
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return (type(None), ())
@@ -218,12 +209,7 @@ def make_precision(
 ) -> Precision | None:
     """How a module computes under its options; `None`: as it is.
 
-    Args:
-        chosen: the parameters that are replicated.
-        left_alone: modules that are not, each with all modules below it.
-
-    Raises:
-        UnsupportedModuleError: the policy has nothing to cast, or cannot reach all of it.
+    `chosen`: the parameters that are replicated; `left_alone`: modules that are not, each with all below it.
     """
     policy = config.mp_policy
     if policy is None or not config.casts:
@@ -285,9 +271,3 @@ def install_precision(module: nn.Module, precision: Precision | None) -> None:
         before.forget()
     if precision is not None:
         vars(module)[ATTRIBUTE] = precision
-
-
-def precision_of(module: nn.Module) -> Precision | None:
-    """The mixed precision that `install_precision` set on a module, or `None`."""
-    found: Precision | None = vars(module).get(ATTRIBUTE)
-    return found

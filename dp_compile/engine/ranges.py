@@ -13,7 +13,7 @@ nothing is timed or dispatched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -59,8 +59,8 @@ class BucketRanges(autograd.TorchDispatchMode):
     """Recognises the collectives of buckets among the ops that compiled code calls, and puts ranges around them.
 
     Pushed only around code that is compiled already: nothing is compiled again for it. Launches run in the order of
-    the plans. One that does not have the sizes of the one that is next is not of a bucket. Of a bucket with several
-    stages the first launch has a range, and each wait.
+    the plans; one of another size than the next is not of a bucket. Of a bucket with several stages the first launch
+    has a range, and each wait.
     """
 
     # Code with activation checkpointing calls such: what draws random numbers once more.
@@ -68,10 +68,15 @@ class BucketRanges(autograd.TorchDispatchMode):
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._expected = [each for replica in replicas for each in _launches(replica)]
+        self._expected: list[_Expected] = []
+        for replica in replicas:
+            buckets = replica.plan.buckets
+            for number, stage in launch_order([bucket.key.reduction.stages for bucket in buckets]):
+                reduction = buckets[number].key.reduction
+                numel = None if reduction.hook is not None else list(reduction.numels(buckets[number].numel))[stage]
+                self._expected.append(_Expected((replica, number, buckets[number]), numel, stage == 0))
         self._launched = 0
-        self._in_flight: dict[int, _Expected] = {}
-        """By the address of what is reduced. It stays there until it has been waited for."""
+        self._in_flight: dict[int, _Expected] = {}  # by the address of what is reduced, until it was waited for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,17 +109,8 @@ class BucketRanges(autograd.TorchDispatchMode):
 
 
 class _Expected(NamedTuple):
-    """A launch: of which bucket, how large its tensor is (`None`: a functional hook may send any size), and whether it
-    is the bucket's first."""
+    """A launch."""
 
     bucket: tuple[Replica, int, Bucket]
-    numel: int | None
-    is_first: bool
-
-
-def _launches(replica: Replica) -> Iterator[_Expected]:
-    buckets = replica.plan.buckets
-    for number, stage in launch_order([bucket.key.reduction.stages for bucket in buckets]):
-        reduction = buckets[number].key.reduction
-        numel = None if reduction.hook is not None else list(reduction.numels(buckets[number].numel))[stage]
-        yield _Expected((replica, number, buckets[number]), numel, stage == 0)
+    numel: int | None  # `None`: a functional hook may send any size
+    is_first: bool  # of its bucket

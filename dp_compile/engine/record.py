@@ -28,33 +28,19 @@ OVERLAP_FORWARD: Final = "overlap-forward"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """An optimizer that updates in the backward, after the latest one. Sizes are computed from shapes, not measured.
+    """An optimizer that updates in the backward, after the latest one. Sizes are computed from shapes, not measured."""
 
-    Args:
-        name: its class.
-        way: `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`.
-        nbytes: of the parameters that it updates, and so of their gradients.
-        updates: how many updates were left for the next forward; `SHARDED`: how many all-gathers.
-        left: the numbers of their buckets.
-        left_nbytes: of what was on its way in them.
-        stayed: they were in flight after `step()` too; `None`: that has not been called yet.
-        ranks: over how many ranks its state is cut; 1: each rank has all of it.
-        elements: how many elements it updates, on all ranks.
-        own_elements: how many of these this rank updates.
-        state_nbytes: of its state on this rank.
-    """
-
-    name: str
-    way: str
-    nbytes: int
-    updates: int = 0
-    left: tuple[int, ...] = ()
-    left_nbytes: int = 0
-    stayed: bool | None = None
-    ranks: int = 1
-    elements: int = 0
-    own_elements: int = 0
-    state_nbytes: int = 0
+    name: str  # its class
+    way: str  # `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`
+    nbytes: int  # of the parameters that it updates, and so of their gradients
+    updates: int = 0  # that were left for the next forward; `SHARDED`: all-gathers
+    left: tuple[int, ...] = ()  # the numbers of their buckets
+    left_nbytes: int = 0  # of what was on its way in them
+    stayed: bool | None = None  # they were in flight after `step()` too; `None`: that has not been called yet
+    ranks: int = 1  # over so many its state is cut; 1: each rank has all of it
+    elements: int = 0  # that it updates, on all ranks
+    own_elements: int = 0  # of these, that this rank updates
+    state_nbytes: int = 0  # of its state on this rank
 
     def __str__(self) -> str:
         if self.way == SHARDED:
@@ -82,25 +68,18 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class CaptureRecord:
-    """One captured backward that was compiled.
+    """One captured backward that was compiled."""
 
-    `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
-    without a gradient. `collectives` come out, counted in the graph after the last pass, planned if `cached`: the code
-    came from a compiler's cache, so the passes did not run. `memory`: its simulated peak, `None` if `cached`.
-    `placements` are of the gradients that code was generated for.
-    """
-
-    hooks: int
-    reductions: int
-    completed: int
-    collectives: int
+    hooks: int  # that fired while it was traced
+    reductions: int  # that they put into the graph
+    completed: int  # of these, for parameters without a gradient
+    collectives: int  # counted in the graph after the last pass; planned if `cached`
     graphs: int
-    cached: bool
+    cached: bool  # the code came from a compiler's cache, so the passes did not run
     refusals: tuple[Refusal, ...] = ()
-    memory: PeakMemory | None = None
-    placements: tuple[Placement, ...] = ()
-    updated: int = 0
-    """How many parameters optimizers update in it."""
+    memory: PeakMemory | None = None  # its simulated peak, `None` if `cached`
+    placements: tuple[Placement, ...] = ()  # of the gradients that code was generated for
+    updated: int = 0  # parameters that optimizers update in it
 
     def __str__(self) -> str:
         words = self.reductions - self.hooks - self.completed

@@ -1,31 +1,34 @@
-"""One replicated module: its parameters, plan, group and switches. What hooks, capture and `replicate` share."""
+"""One replicated module: its parameters, plan, group and switches. What hooks, capture and `replicate` share.
+
+At the end, all replicated modules of this process (`owners`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from dp_compile._torch import autograd, distributed
+from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import is_dtensor, laid_out_as, local_tensor
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.gradients import dense_strides, empty_gradient, local_view
+from dp_compile.engine.gradients import dense_strides, local_view
 from dp_compile.engine.group import Group
-from dp_compile.engine.parameter_refs import Outline, ParameterRef
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.sinks import AfterReduction
-from dp_compile.engine.step_guard import StepGuard
-from dp_compile.errors import CommunicationError
+from dp_compile.errors import UnsupportedModuleError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes
@@ -35,67 +38,63 @@ _numbers = itertools.count()
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PlanState:
-    """How the plan came about, what realises it, and whether it is final (`engine/plan_sync.py`).
-
-    Args:
-        comm_hook: the user's own reduction of a bucket.
-        ready: the ready times that the plan was made from, or that were estimated for a plan that needs none.
-        strategy: where buckets end: a name of `config.STRATEGIES`.
-        certificate: what is known of the plan's end; `None`: no cost was given.
-        groups: the groups in which its buckets are reduced, by name.
-        code_key: replicas with equal keys can share compiled code: the model itself is never part of it.
-        factors: the numbers that compiled code is given, and tensors of them.
-        awaits_graph: the first synchronised backward makes the final plan, from its graph.
-        awaits_code: no collective was launched; ranks wait for each other's compilers before the first one.
-        layout: how gradients lie in the buckets of a plan that is made again; `None`: the first plan is the last.
-        for_next_forward: buckets are launched in the order in which the next forward needs them.
-        units: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given.
-    """
+    """How the plan came about, what realises it, and whether it is final (`engine/plan_sync.py`)."""
 
     comm_hook: CommHook | None = None
-    ready: ReadyTimes
-    strategy: str
-    certificate: Certificate | None = None
-    groups: tuple[str, ...] = ()
-    code_key: str = ""
-    factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
-    awaits_graph: bool = False
-    awaits_code: bool = True
-    layout: Layout | None = None
-    for_next_forward: bool = False
-    units: frozenset[str] | None = None
+    ready: ReadyTimes  # the plan was made from them, or they were estimated for a plan that needs none
+    strategy: str  # where buckets end: a name of `config.STRATEGIES`
+    certificate: Certificate | None = None  # of the plan's end; `None`: no cost was given
+    groups: tuple[str, ...] = ()  # in which its buckets are reduced, by name
+    code_key: str = ""  # replicas with equal keys can share compiled code: the model itself is never part of it
+    factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None  # that compiled code is given, and in tensors
+    awaits_graph: bool = False  # the first synchronised backward makes the final plan, from its graph
+    awaits_code: bool = True  # no collective was launched: ranks wait for each other's compilers before the first one
+    layout: Layout | None = None  # in the buckets of a plan that is made again; `None`: the first plan is the last
+    for_next_forward: bool = False  # buckets are launched in the order in which the next forward needs them
+    units: frozenset[str] | None = None  # modules at whose ends buckets end, by fully qualified name, under a policy
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A module as it was when it was replicated: the names of its parameters, and the parts that were left alone."""
+
+    root: weakref.ref[nn.Module]
+    names: frozenset[str]
+    left_alone: weakref.WeakSet[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRef:
+    """Where a parameter or a buffer was found, and its fully qualified name. Another one may be there since."""
+
+    owner: weakref.ref[nn.Module]
+    attribute: str
+    name: str
+
+    def find(self) -> torch.Tensor | None:
+        owner = self.owner()
+        for found in () if owner is None else (owner._parameters, owner._buffers):
+            if self.attribute in found:  # of a ScriptModule: no dict, has no get()
+                return found[self.attribute]
+        return None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ModuleRefs:
-    """What belongs to a replicated module, and where it is found again. Holds no module.
+    """What belongs to a replicated module, and where it is found again. Holds no module."""
 
-    Args:
-        frozen: parameters without gradients, by name.
-        buffer_refs, parameter_refs: where buffers and parameters are, by owner.
-        outline: its submodules.
-        sparse: the parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured.
-        dtensors: the parameters that are DTensors, by index: each rank reduces the part of a gradient that it holds.
-        is_plain: each gradient is reduced as it is: none is a DTensor, or complex.
-        beside_shards: parts are managed by `fully_shard`, whose own hooks do not survive a capture.
-        precision: how it computes in another dtype.
-        hook_handles: of the hooks on its parameters.
-        topic: the same on every rank of the group, and for this replica only: names its keys in the store.
-        number: of this replica in this process.
-    """
-
-    frozen: tuple[tuple[str, nn.Parameter], ...]
+    frozen: tuple[tuple[str, nn.Parameter], ...]  # parameters without gradients, by name
     buffer_refs: tuple[ParameterRef, ...]
     parameter_refs: tuple[ParameterRef, ...]
     outline: Outline
-    sparse: frozenset[int] = frozenset()
-    dtensors: frozenset[int] = frozenset()
-    is_plain: bool = True
-    beside_shards: bool = False
+    sparse: frozenset[int] = frozenset()  # whose gradients are sparse: in no bucket, and no backward is captured
+    dtensors: frozenset[int] = frozenset()  # each rank reduces the part of their gradients that it holds
+    is_plain: bool = True  # each gradient is reduced as it is: none is a DTensor, or complex
+    beside_shards: bool = False  # parts are managed by `fully_shard`, whose own hooks do not survive a capture
     precision: Precision | None = None
     hook_handles: tuple[RemovableHandle, ...] = ()
-    topic: str = ""
-    number: int = field(default_factory=lambda: next(_numbers))
+    topic: str = ""  # names its keys in the store: the same on every rank of the group, and for this replica only
+    number: int = field(default_factory=lambda: next(_numbers))  # of this replica in this process
 
 
 class GradientReceiver(Protocol):
@@ -117,33 +116,113 @@ class Uneven(Protocol):
 
 @dataclass(eq=False, slots=True)
 class History:
-    """What has happened to a module.
+    """What has happened to a module."""
 
-    Args:
-        backwards: how many there were, by the way in which they were reduced.
-        synced_backwards: how many ended with reduced gradients; a warm-up puts it back.
-        captures: the compiled backwards that the module used, by the number of the compiled code.
-        compiled_after: how many synchronised backwards there were when the latest one that compiled something began.
-        structures: the autograd graphs that were met once there was a choice (`engine/backward.py`), and how often.
-        refused: those that could not be captured, and why.
-    """
-
-    backwards: Counter[str] = field(default_factory=Counter)
-    synced_backwards: int = 0
-    captures: dict[int, CaptureRecord] = field(default_factory=dict)
-    compiled_after: int = 0
+    backwards: Counter[str] = field(default_factory=Counter)  # by the way in which they were reduced
+    synced_backwards: int = 0  # that ended with reduced gradients; a warm-up puts it back
+    captures: dict[int, CaptureRecord] = field(default_factory=dict)  # by the number of the compiled code
+    captures_of_other_plans: int = 0
+    compiled_after: int = 0  # synchronised backwards before the latest one that compiled something
     structures: dict[int, int] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    _of_other_plans: int = 0
+    """The autograd graphs that were met once there was a choice (`engine/backward.py`), and how often."""
+    refused: dict[int, str] = field(default_factory=dict)  # those that could not be captured, and why
 
     def compiled_for_plan(self) -> int:
         """How many backwards were compiled since the plan is what it is."""
-        return len(self.captures) - self._of_other_plans
+        return len(self.captures) - self.captures_of_other_plans
 
-    def plan_changes(self) -> None:
-        """Code of the earlier plan is not used any more."""
-        self._of_other_plans = len(self.captures)
-        self.structures.clear()
+
+@dataclass(eq=False, slots=True)
+class StepGuard:
+    """The guard against steps on gradients that are not reduced: what a rank knows of those, and of changed parameters.
+
+    Versions: how often a parameter was changed (`autograd.version_of`).
+    """
+
+    parameters: Sequence[nn.Parameter]
+    exempt: frozenset[int]  # those that a forward changes itself: weights of an embedding with `max_norm`
+    checks: bool
+    used: set[int] = field(default_factory=set)
+    """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
+    versions: dict[int, int] = field(default_factory=dict)  # of parameters, when a local gradient was computed
+    stepped: set[int] = field(default_factory=set)  # changed although they had a gradient that was not reduced
+    moved: bool = False  # some changed after a backward without synchronisation, whose gradients were then dropped
+    was_moved: bool = False  # the same of the latest synchronised backward
+    reduced: bool | None = None
+    """Of the latest synchronised backward: whether every rank has its gradients; `False`: no rank uses them; `None`:
+    this rank's part in its collectives is not over."""
+    missed: str = ""
+    """The error with which this rank raised after the other ranks had the gradients: it leaves out their step."""
+    at_start: tuple[int, ...] = ()
+    """Versions when the synchronised backward began; empty if that is not checked, or was not seen."""
+
+    def backward_ended(self) -> None:
+        """A backward without synchronisation has ended."""
+        self._note_changes()
+        if self.checks:
+            self.versions = {
+                index: autograd.version_of(parameter)
+                for index, parameter in enumerate(self.parameters)
+                if parameter.grad is not None and index not in self.exempt
+            }
+
+    def begin(self) -> None:
+        """A synchronised backward begins."""
+        self._note_changes()
+        self.reduced = None
+        self.versions.clear()
+        self.at_start = self._versions_now() if self.checks else ()
+
+    def note_steps(self) -> None:
+        """Parameters must not have changed since the backward began, as an optimizer in a hook changes them."""
+        if self.at_start:
+            now = self._versions_now()
+            if now != self.at_start:  # seldom, and quick to see
+                versions = zip(self.at_start, now, strict=True)
+                self.stepped |= {index for index, (one, other) in enumerate(versions) if one != other} - self.exempt
+            self.at_start = ()
+
+    def made_equal(self, indices: Collection[int]) -> None:
+        """These parameters were averaged over all ranks: they are equal again."""
+        self.stepped.difference_update(indices)
+        self.versions |= {
+            index: autograd.version_of(self.parameters[index]) for index in indices if index in self.versions
+        }
+        if self.exempt.union(indices).issuperset(range(len(self.parameters))):
+            self.moved = False
+
+    @contextlib.contextmanager
+    def updating(self, indices: Sequence[int]) -> Iterator[None]:
+        """Inside, these parameters are changed with reduced gradients."""
+        if self.at_start:
+            self.stepped |= {
+                index for index in indices if self.at_start[index] != autograd.version_of(self.parameters[index])
+            } - self.exempt
+        try:
+            yield
+        finally:
+            if self.at_start:
+                now = list(self.at_start)
+                for index in indices:
+                    now[index] = autograd.version_of(self.parameters[index])
+                self.at_start = tuple(now)
+
+    def _note_changes(self) -> None:
+        """Which parameters changed since a local backward.
+
+        It is an error if the local gradient is still there. If it was dropped or zeroed the local backward may only
+        have been there to find a direction, as the first one of SAM is; then every rank has to have moved.
+        """
+        for index, version in self.versions.items():
+            if version != autograd.version_of(self.parameters[index]):
+                grad = self.parameters[index].grad
+                if grad is not None and bool(local_tensor(grad).any()):
+                    self.stepped.add(index)
+                else:
+                    self.moved = True
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(map(autograd.version_of, self.parameters))
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -155,30 +234,17 @@ class Switches:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ReplicaState(Switches):
-    """What users switch between backwards, and what backwards change.
-
-    Args:
-        reduces_gradients: `False`: what follows a synchronised backward (`after.updates`) takes this rank's own
-            gradients, at its end.
-        is_dry_run: backwards are there to be compiled only: nothing is updated in them.
-        is_warmed_up: `warmup` has compiled for it.
-        uneven: while ranks may run out of inputs: how the others learn what this rank's next backward reduces.
-        local: the gradients of this rank that are not reduced.
-        receiver: where the hooks report while a backward of this module is under way.
-        bucket_memory: of its buckets, as far as `plan.keeps_memory` says.
-        untouched: whose gradients the last synchronised backward left as they were, because no rank had used the
-            parameters.
-        warned: warnings that were given, once for each module.
-    """
+    """What users switch between backwards, and what backwards change."""
 
     step_guard: StepGuard
     reduces_gradients: bool = True
-    is_dry_run: bool = False
+    """`False`: what follows a synchronised backward (`after.updates`) takes this rank's own gradients, at its end."""
+    is_dry_run: bool = False  # backwards are there to be compiled only: nothing is updated in them
     is_warmed_up: bool = False
-    uneven: Uneven | None = None
-    receiver: GradientReceiver | None = None
-    bucket_memory: BucketMemory = field(default_factory=BucketMemory)
-    untouched: tuple[int, ...] = ()
+    uneven: Uneven | None = None  # while ranks may run out of inputs
+    receiver: GradientReceiver | None = None  # while a backward of this module is under way
+    bucket_memory: BucketMemory = field(default_factory=BucketMemory)  # as far as `plan.keeps_memory` says
+    untouched: tuple[int, ...] = ()  # whose gradients the last synchronised backward left alone: no rank had used them
     warned: set[str] = field(default_factory=set)
 
 
@@ -202,24 +268,30 @@ class Replica:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        self.plan = self._with_memory(self.plan)
-        self.planning.groups = _groups_of(self.plan)
+        self._set_plan(self.plan)
         self.planning.code_key = self._code_key()
         dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
         self.module.dtensors = dtensors
         self.module.is_plain = not dtensors and not any(map(torch.is_complex, self.parameters))
-        self.state = ReplicaState(
-            step_guard=StepGuard(self.parameters, self._renormalised(), self.config.check_reductions)
-        )
-
-    def _renormalised(self) -> frozenset[int]:
-        """Parameters that a forward changes itself."""
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        return frozenset(
-            index_of[id(place.find())]
-            for place in self.module.parameter_refs
-            if id(place.find()) in index_of and getattr(place.owner(), "max_norm", None) is not None
+        found = [place for place in self.module.parameter_refs if id(place.find()) in index_of]
+        renormalised = frozenset(
+            index_of[id(place.find())] for place in found if getattr(place.owner(), "max_norm", None) is not None
         )
+        self.state = ReplicaState(step_guard=StepGuard(self.parameters, renormalised, self.config.check_reductions))
+
+    def _set_plan(self, plan: BucketPlan) -> None:
+        """Have a plan, which says whether the memory of its buckets is used again.
+
+        What each rank keeps a part of is there twice in a step, as gradients and as parameters on their way: malloc
+        may give the memory back to the system in between, page by page (52.8 MiB are 13,500 of them).
+        """
+        wish = self.config.gradient_as_bucket_view
+        if wish is None and self.device.type == "cpu":
+            wish = any(bucket.key.reduction.is_scattered for bucket in plan.buckets) or None
+        self.plan = replace(plan, keeps_memory=wish)
+        stages = (stage for bucket in plan.buckets for stage in bucket.key.reduction.stages)
+        self.planning.groups = tuple(dict.fromkeys(stage.group for stage in stages))
 
     def _code_key(self) -> str:
         config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
@@ -240,11 +312,8 @@ class Replica:
     @property
     def called_hook(self) -> CommHook | None:
         """The comm hook that is called with each bucket, and not captured."""
-        return (
-            self.planning.comm_hook
-            if self.planning.comm_hook is not None and self.planning.comm_hook.is_called
-            else None
-        )
+        hook = self.planning.comm_hook
+        return hook if hook is not None and hook.is_called else None
 
     def state_of_hook(self, index: int) -> State:
         """What a functional hook remembers of a gradient; of the flags nothing."""
@@ -279,25 +348,14 @@ class Replica:
 
     def adopt(self, planned: PlanResult, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
-        plan = self._with_memory(planned.plan)
-        same_code = plan.for_code() == self.plan.for_code()
-        self.plan, self.planning.certificate, self.planning.ready = plan, planned.certificate, ready
-        self.planning.groups = _groups_of(plan)
+        code_before = self.plan.for_code()
+        self._set_plan(planned.plan)
+        self.planning.certificate, self.planning.ready = planned.certificate, ready
         self.state.bucket_memory.kept.clear()
-        if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
+        if self.plan.for_code() != code_before:  # else a factor is another one, perhaps in each step: the key is slow
             self.planning.code_key = self._code_key()
-            self.history.plan_changes()
-
-    def _with_memory(self, plan: BucketPlan) -> BucketPlan:
-        """The plan, and whether the memory of its buckets is used again.
-
-        What each rank keeps a part of is there twice in a step, as gradients and as parameters on their way: malloc
-        may give the memory back to the system in between, page by page (52.8 MiB are 13,500 of them).
-        """
-        wish = self.config.gradient_as_bucket_view
-        if wish is None and self.device.type == "cpu":
-            wish = any(bucket.key.reduction.is_scattered for bucket in plan.buckets) or None
-        return replace(plan, keeps_memory=wish)
+            self.history.captures_of_other_plans = len(self.history.captures)
+            self.history.structures.clear()
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -316,12 +374,9 @@ class Replica:
     def hand_out(
         self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], left_alone: Container[int]
     ) -> None:
-        """Give parameters without a gradient on this rank what the others have.
+        """Give the parameters that are `unused` here their reduced gradients; `None`: each rank has a part of it.
 
-        Args:
-            unused: parameters without a gradient here.
-            averages: the reduced gradient of each of them; `None`: each rank has a part of it.
-            left_alone: those that no rank used, see `used_by_nobody`.
+        `left_alone`: see `used_by_nobody`.
         """
         self.state.untouched = tuple(index for index in unused if index in left_alone)
         if not self.config.may_be_unused:
@@ -331,12 +386,7 @@ class Replica:
                 self.set_grad(index, average)
 
     def used_by_nobody(self, candidates: Sequence[int], flags: torch.Tensor) -> tuple[int, ...]:
-        """Of parameters that were not used on this rank, those whose average no rank is given.
-
-        Args:
-            candidates: their indices.
-            flags: the reduced flags.
-        """
+        """Of parameters that were not used on this rank, those whose average no rank is given, by reduced flags."""
         if not self.config.may_be_unused or not candidates:
             return ()
         used = flags.tolist()
@@ -347,23 +397,14 @@ class Replica:
         parameter = self.parameters[index]
         with torch.no_grad():
             if parameter.grad is None:
-                if not parameter.is_complex() and value.stride() == dense_strides(local_tensor(parameter)):
+                part = local_tensor(parameter)
+                strides = dense_strides(part)
+                if not parameter.is_complex() and value.stride() == strides:
                     parameter.grad = laid_out_as(parameter, value)
                     return
-                parameter.grad = empty_gradient(parameter)
+                empty = torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device)
+                parameter.grad = laid_out_as(parameter, empty)
             local_view(parameter.grad).copy_(value)
-
-    def check_group(self) -> None:
-        """The guard before a synchronised backward: its process group exists.
-
-        Raises:
-            CommunicationError: the process group was destroyed.
-        """
-        if not distributed.is_alive(self.group.process_group):
-            raise CommunicationError(
-                f"the process group with which the gradients of {self.names[0]} and others are reduced was destroyed. "
-                "End training before destroy_process_group(); or, with a new group, call unreplicate() and replicate()."
-            )
 
     def is_gone(self, index: int) -> bool:
         """Whether the module has nowhere the parameter that it had: tied to another, for one."""
@@ -378,21 +419,69 @@ class Replica:
         return ", ".join(names) + (f" and {len(indices) - most} more" if len(indices) > most else "")
 
 
-def _groups_of(plan: BucketPlan) -> tuple[str, ...]:
-    """The groups in which buckets are reduced, by name."""
-    return tuple(dict.fromkeys(stage.group for bucket in plan.buckets for stage in bucket.key.reduction.stages))
-
-
 def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str, *args: object, key: str = "") -> None:
     """Warn, unless that was reported of each of these modules before.
 
-    Args:
-        replicas: whom it is about.
-        message: with places for `args`.
-        key: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
+    `key`: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
     """
     new = [replica for replica in replicas if (key or message) not in replica.state.warned]
     for replica in new:
         replica.state.warned.add(key or message)
     if new:
         logger.warning(message, *args)
+
+
+class Owners:
+    """Which replica a parameter belongs to. Holds no module alive, and a replica as long as one of its modules."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}
+        self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+        """By each module that owns a parameter: a part of what was replicated may train on when the whole is gone."""
+        self._in_order: tuple[weakref.ref[Replica], ...] = ()
+        """Sorted once: every backward of the process goes through them."""
+
+    def add(self, replica: Replica) -> None:
+        """Register a replica, if none of its parameters is replicated already."""
+        for name, parameter in zip(replica.names, replica.parameters, strict=True):
+            if self.find(parameter) is not None:
+                raise UnsupportedModuleError(
+                    f"parameter {name} is replicated already. Call replicate() once, on the outermost module."
+                )
+        for index, parameter in enumerate(replica.parameters):
+            self._of[id(parameter)] = (weakref.ref(replica), index)
+        for owner in replica.owning_modules():
+            self._kept[owner] = replica
+        # Entries go with their replica, so that a later tensor at the same address is not taken for a parameter.
+        self._forget[replica] = weakref.finalize(replica, self._drop, [id(p) for p in replica.parameters])
+        self._sort()
+
+    def remove(self, replica: Replica) -> None:
+        self._forget.pop(replica)()
+        for owner in replica.owning_modules():
+            self._kept.pop(owner, None)
+
+    def _drop(self, identities: Sequence[int]) -> None:
+        for identity in identities:
+            self._of.pop(identity, None)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._in_order = tuple(map(weakref.ref, sorted(self._forget, key=lambda replica: replica.module.number)))
+
+    def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:
+        """The replica of a parameter and its index there."""
+        entry = self._of.get(id(parameter))
+        replica = entry[0]() if entry else None
+        return (replica, entry[1]) if entry and replica is not None else None
+
+    def __iter__(self) -> Iterator[Replica]:
+        return (replica for ref in self._in_order if (replica := ref()) is not None)
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+
+owners: Final = Owners()
+"""Every replica in this process."""

@@ -14,17 +14,11 @@ from dp_compile.plan.buckets import Bucket
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """What one optimizer updates in one backward, if that is captured.
+    """What one optimizer updates in one backward, if that is captured."""
 
-    Args:
-        indices: parameters of the module, in the optimizer's order.
-        crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
-        parts: it gets this rank's part of each bucket, and all of them in every backward.
-    """
-
-    indices: tuple[int, ...] = ()
-    crosses: bool = False
-    parts: bool = False
+    indices: tuple[int, ...] = ()  # parameters of the module, in the optimizer's order
+    crosses: bool = False  # updates of whole buckets may be left for the next forward (`passes/crossing.py`)
+    parts: bool = False  # it gets this rank's part of each bucket, and all of them in every backward
 
 
 class Deferred(Protocol):
@@ -70,17 +64,10 @@ class Updates(Sink, Protocol):
         """Whether the optimizer still exists."""
 
     def begin(self) -> None:
-        """A backward of the module begins.
-
-        Raises:
-            ReductionError: the step before has not ended, or a backward broke off between two updates.
-        """
+        """A backward begins; a `ReductionError` if the step before has not ended, or broke off between two updates."""
 
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
-        """
-        Raises:
-            ReductionError: the graph is kept, for another backward with parameters of before.
-        """
+        """May raise `ReductionError` if the graph is kept, for another backward with parameters of before."""
 
     def ended(self) -> None:
         """A synchronised backward has ended well: update what it has not updated."""
@@ -106,14 +93,8 @@ class Updates(Sink, Protocol):
 
 @dataclass(eq=False, slots=True)
 class AfterReduction:
-    """What becomes of reduced gradients, other than `.grad` (`optim/`).
+    """What becomes of reduced gradients, other than `.grad` (`optim/`)."""
 
-    Args:
-        updates: optimizers that update its parameters in the backward, each its own.
-        scattered: the parameters of whose reduced gradients each rank keeps a part only.
-        parts_to: who gets this rank's part of each bucket of those.
-    """
-
-    updates: list[Updates] = field(default_factory=list)
-    scattered: frozenset[int] = frozenset()
-    parts_to: Sink | None = None
+    updates: list[Updates] = field(default_factory=list)  # that update parameters in the backward, each its own
+    scattered: frozenset[int] = frozenset()  # parameters of whose reduced gradients each rank keeps a part only
+    parts_to: Sink | None = None  # gets this rank's part of each bucket of those

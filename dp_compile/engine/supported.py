@@ -55,6 +55,8 @@ _IS_SPARSE: Final = (
 )
 _NOT_SHARDED: Final = "the optimizer of this module cannot be sharded: %s. Use shard=False."
 
+_CALLS: Final = NO_REDUCTION, OPTIMIZER, SHARD, COMM_HOOK, HAS_RUN
+"""What comes of earlier calls for the module, and not of its options or gradients."""
 _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced, so their averaging cannot be configured.",
     (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which determines the divisor of gradients.",
@@ -90,13 +92,9 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
 
 
 def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = "", module: str = "") -> None:
-    """Refuse to add something to a module that has what it cannot be combined with.
+    """Refuse to add something of these kinds to a module that has what it cannot be combined with.
 
-    Args:
-        replica: of the module.
-        kinds: of what is added, from the table.
-        added: its name in the message; by default its kind.
-        module: the module's name in the message.
+    `added`, `module`: their names in the message; by default the kind, and the first parameter.
 
     Raises:
         UnsupportedModuleError: an earlier call for this module stands against it.
@@ -104,13 +102,7 @@ def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = ""
     """
     for (kind, found), sentence in _TABLE.items():
         if kind in kinds and _IS_THERE[found](replica):
-            is_of_module = kind not in (OPTIMIZER, SHARD) and found in (
-                NO_REDUCTION,
-                OPTIMIZER,
-                SHARD,
-                COMM_HOOK,
-                HAS_RUN,
-            )
+            is_of_module = kind not in (OPTIMIZER, SHARD) and found in _CALLS
             names = {
                 "added": added or kind,
                 "module": module or f"the module of {replica.names[0]}",

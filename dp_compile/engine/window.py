@@ -1,4 +1,4 @@
-"""The state of one backward, and when compiled autograd, a switch of the whole process, is on for it.
+"""The state of one backward, its optimizers, and when compiled autograd, a switch of the whole process, is on for it.
 
 Compiled autograd is on only while a backward of ours enters the engine. Backwards of other threads wait until it is off
 again, and at most one backward is captured at a time. Loads no compiler: every backward of the process passes here.
@@ -21,41 +21,57 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class BackwardState:
-    """What changes during one backward that is not inside another one. Made at its start, dropped at its end.
+    """What changes during one backward that is not inside another one. Made at its start, dropped at its end."""
 
-    Args:
-        outputs: what it starts from.
-        replicas: the modules that it reaches, in the order in which their collectives run.
-        synced: those of them whose gradients are reduced.
-        is_compiled: AOTAutograd compiled a part of its forward, or the user wants it captured all the same.
-    """
-
-    outputs: Sequence[Any]
-    replicas: tuple[Replica, ...] = ()
-    synced: tuple[Replica, ...] = ()
-    is_compiled: bool = False
+    outputs: Sequence[Any]  # what it starts from
+    replicas: tuple[Replica, ...] = ()  # that it reaches, in the order in which their collectives run
+    synced: tuple[Replica, ...] = ()  # those of them whose gradients are reduced
+    is_compiled: bool = False  # AOTAutograd compiled a part of its forward, or the user wants it captured all the same
     thread: int = field(default_factory=threading.get_ident)
-    wanted: dict[Replica, tuple[UpdateRequest, ...]] = field(default_factory=dict)
-    """What optimizers update in it."""
-    late: dict[Replica, ReductionRound] = field(default_factory=dict)
-    """Modules that only backwards inside this one reach."""
-    nodes: set[Any] | None = None
-    """What is between its outputs and its leaves, once a backward inside it asked."""
+    wanted: dict[Replica, tuple[UpdateRequest, ...]] = field(default_factory=dict)  # what optimizers update in it
+    late: dict[Replica, ReductionRound] = field(default_factory=dict)  # modules that only backwards inside it reach
+    nodes: set[Any] | None = None  # between its outputs and its leaves, once a backward inside it asked
     launches: list[int] | None = None
     """Collectives in the groups of `synced` before the first of this backward; `None` until the ranks have met."""
     is_announced: bool = False
-    completed: list[Replica] = field(default_factory=list)
-    """Those whose gradients are reduced, and what follows has begun."""
-    ran: bool = False
-    """Its graph is captured: autograd's own has been given up, and runs no second time."""
-    is_spoilt: bool = False
-    """Its capture ended where autograd's own graph cannot run either."""
+    completed: list[Replica] = field(default_factory=list)  # their gradients are reduced, and what follows has begun
+    ran: bool = False  # its graph is captured: autograd's own has been given up, and runs no second time
+    is_spoilt: bool = False  # its capture ended where autograd's own graph cannot run either
     obstacle: str | None = None
     """Why it is not captured. If `ran`, its hooks have reduced eagerly while the captured graph ran node by node."""
     holds_window: bool = True
 
-    def update_requests(self) -> tuple[tuple[UpdateRequest, ...], ...]:
-        return tuple(self.wanted.get(replica, ()) for replica in self.replicas)
+
+class OneBackward:
+    """Around a backward of these modules: their optimizers are called at its start and at its end. Gives what they
+    update."""
+
+    __slots__ = ("_keep_graph", "_replicas", "_wanted")
+
+    def __init__(self, replicas: Sequence[Replica], *, keep_graph: bool) -> None:
+        self._replicas, self._keep_graph = replicas, keep_graph
+
+    def __enter__(self) -> dict[Replica, tuple[UpdateRequest, ...]]:
+        for replica in self._replicas:
+            updates = replica.after.updates
+            updates[:] = [each for each in updates if each.is_alive]
+            for each in () if replica.state.is_dry_run else updates:
+                each.begin()
+        self._wanted = {
+            replica: tuple(each.update_request(keep_graph=self._keep_graph) for each in replica.after.updates)
+            for replica in self._replicas
+            if replica.after.updates and replica.state.sync
+        }
+        return self._wanted
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for replica in self._replicas:
+            if error is not None:
+                for each in replica.after.updates:
+                    each.interrupted(error)
+            elif replica in self._wanted and not replica.state.is_dry_run:
+                for each in replica.after.updates:
+                    each.ended()
 
 
 _turn = threading.Lock()

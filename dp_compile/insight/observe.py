@@ -15,7 +15,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from dp_compile._torch import autograd, distributed
-from dp_compile.engine.calibration import calibrated
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import UnsupportedModuleError
@@ -182,8 +181,6 @@ def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
     group = replica.group
     if replica.config.cost is not None:
         return replica.config.cost, "given in the config"
-    if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
-        return known, "measured by calibrate()"
     if group.measured is not None:
         return group.measured, "measured on such ranks, in factors of two"
     return group.cost, f"{NOMINAL} for {group.backend}, not measured"

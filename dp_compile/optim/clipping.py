@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dp_compile._torch import dtensors
 from dp_compile.engine.gradients import lay_out
-from dp_compile.engine.owners import owners
+from dp_compile.engine.replica import owners
 from dp_compile.errors import require
 from dp_compile.optim.update import Update
 

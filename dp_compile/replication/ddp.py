@@ -20,7 +20,7 @@ from dp_compile._torch.distributed import set_parameters_to_ignore
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import resolve_group
-from dp_compile.engine.precision import precision_of
+from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replication.join import ReplicaJoinable, join
 from dp_compile.replication.module import (
@@ -161,7 +161,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         if self._inputs_to is not None:
             inputs, kwargs = moved((inputs, kwargs), self._inputs_to)
         inner = unwrap(self.module)
-        precision = precision_of(inner)
+        precision: Precision | None = vars(inner).get(ATTRIBUTE)
         if precision is None:
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)

@@ -32,10 +32,9 @@ from dp_compile.engine.group import Group, group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
-from dp_compile.engine.owners import owners
 from dp_compile.engine.plan_sync import Statement, check_consistent_in_call, describe_plan, propagate_errors
 from dp_compile.engine.precision import install_precision, make_precision
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, owners
 from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.plan.reduction import Averaging

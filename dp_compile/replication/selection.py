@@ -21,9 +21,7 @@ from dp_compile._torch.dtensors import is_dtensor
 from dp_compile._torch.missing import loaded
 from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.engine.owners import owners
-from dp_compile.engine.parameter_refs import Outline, ParameterRef
-from dp_compile.engine.replica import ModuleRefs
+from dp_compile.engine.replica import ModuleRefs, Outline, ParameterRef, owners
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dp_compile
 from dp_compile import elastic
 from dp_compile._torch import compiler
-from dp_compile.elastic.training import JOIN_VARIABLE
-from dp_compile.engine.regroup import regroup
+from dp_compile.elastic.training import JOIN_VARIABLE, regroup
 from dp_compile.optim import in_backward
 from dp_compile.replication.module import replica_of
 

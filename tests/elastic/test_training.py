@@ -33,8 +33,7 @@ from dp_compile import elastic
 from dp_compile._torch.distributed import TCPStore
 from dp_compile.elastic import training as of_elastic
 from dp_compile.elastic.membership import LeftOutError, Members, Registry, TooFewRanksError
-from dp_compile.elastic.training import Step
-from dp_compile.engine.regroup import regroup
+from dp_compile.elastic.training import Step, regroup
 from dp_compile.errors import CommunicationError, ConfigError
 from dp_compile.optim import in_backward
 from dp_compile.replication.module import replica_of

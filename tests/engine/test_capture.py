@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -345,7 +344,6 @@ def test_casts_are_no_frames_of_their_own(frames):
     dp_compile.unreplicate(model)  # it holds itself, and other tests count what is replicated
 
 
-TRAINING = Path(__file__).parents[1] / "traced_run.py"
 STAGES = ["captured", "analysed", "bucket-reductions", "schedule-collectives", "to-inductor", "code"]
 
 
@@ -439,20 +437,6 @@ def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path):
     assert sorted(path.stem for path in capture.glob("[0-9]*.txt")) == ["0-captured", "1-analysed", "2-breaks"]
     assert "return 1 tensor" in (capture / "2-breaks.txt").read_text()
     assert "InvalidGraphError" in (capture / "notes.txt").read_text()
-
-
-def test_tlparse_shows_the_stages_under_our_names(tmp_path):
-    environment = os.environ | {"TORCH_TRACE": str(tmp_path / "trace")}
-    subprocess.run([sys.executable, str(TRAINING)], env=environment, check=True, capture_output=True)
-    (log,) = (tmp_path / "trace").iterdir()
-    tlparse = Path(sys.executable).parent / "tlparse"
-    command = [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser"]
-    subprocess.run(command, check=True, capture_output=True)
-    index = (tmp_path / "out" / "index.html").read_text()
-    for number, stage in enumerate(STAGES):
-        assert f"dp_compile-{number}-{stage}" in index
-    (shown,) = (tmp_path / "out").rglob("dp_compile-3-schedule-collectives*")
-    assert ">> launch 0 = all_reduce(bucket 0, sum, 0)" in shown.read_text()
 
 
 ROOT = Path(dp_compile.__file__).parent

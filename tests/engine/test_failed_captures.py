@@ -96,7 +96,7 @@ STAGES = {
     "binding": (capture.CapturedBackward, "_bind"),
     "estimates": (capture, "estimates_of"),
     "reductions": (compilation, "with_reductions"),
-    "passes": (compilation.CompiledBackward, "_pipeline"),
+    "passes": (compilation, "Pipeline"),
     "compiler": (compilation.inductor, "compile_with_aot_eager"),
 }
 

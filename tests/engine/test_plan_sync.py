@@ -16,8 +16,14 @@ from torch import nn
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.engine import plan_sync
-from dp_compile.engine.plan_sync import StoreChannel, all_gather_object, broadcast_object, check_consistent
-from dp_compile.engine.status import RankStatus, write_status
+from dp_compile.engine.plan_sync import (
+    RankStatus,
+    StoreChannel,
+    all_gather_object,
+    broadcast_object,
+    check_consistent,
+    write_status,
+)
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.replication.module import replica_of
