@@ -562,7 +562,8 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
 def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
     """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
     history = replicas[0].history
-    all_at_once = history.compiled_for_plan() < AT_ONCE or replicas[0].state.is_dry_run
+    compiled = len(history.captures) - history.captures_of_other_plans
+    all_at_once = compiled < AT_ONCE or replicas[0].state.is_dry_run
     if all_at_once and not history.refused:
         return None
     structure = _structure(outputs)
@@ -572,8 +573,8 @@ def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) 
     if times < COMES_AGAIN:
         history.structures[structure] = times + 1
         return (
-            f"its autograd graph varies: {history.compiled_for_plan()} graphs are compiled, and a further graph only "
-            f"after {COMES_AGAIN} uses"
+            f"its autograd graph varies: {compiled} graphs are compiled, and a further graph only after {COMES_AGAIN} "
+            "uses"
         )
     return None
 

@@ -19,7 +19,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import torch.distributed as dist
@@ -72,7 +71,7 @@ class Dump:
     def __enter__(self) -> Dump:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with self._giving_up():
             if error is not None:
                 what = f"{type(error).__name__}: {error}"

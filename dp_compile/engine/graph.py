@@ -85,8 +85,7 @@ class InBackward:
     optimizer: int
     bucket: int  # the last one that holds a gradient of `indices`
     indices: tuple[int, ...]
-    hands_over: bool = False
-    """It only hands gradients over, and writes to no parameter: this rank's backward does not have them all."""
+    hands_over: bool = False  # no parameter is written to: this rank's backward does not have all of their gradients
 
 
 @dataclass(frozen=True, slots=True)

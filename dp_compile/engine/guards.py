@@ -80,8 +80,7 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
 
 
 def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:
-    """Refuse tensors that get a gradient and have no hook of the replica, if they are of its module: frozen when it was
-    replicated, or replaced or added since."""
+    """Refuse tensors of the module that get a gradient and have no hook: once frozen, or replaced or added since."""
     present = set(map(id, accumulated))
     _refuse((_FROZEN, name, parameter) for name, parameter in replica.module.frozen if id(parameter) in present)
     if not _looks_as_before(replica):

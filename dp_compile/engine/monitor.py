@@ -78,8 +78,7 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
 
 
 class Watched:
-    """A synchronised backward of some replicas, from entering to leaving it. An error that ends it is explained:
-    `CommunicationError` comes in place of torch's if other ranks could not be reached."""
+    """A synchronised backward. Errors that leave it say who is waited for, as `CommunicationError` in torch's place."""
 
     __slots__ = ("_bases", "_replicas", "_since_s", "_warnings", "thread")
 

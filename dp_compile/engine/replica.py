@@ -1,7 +1,4 @@
-"""One replicated module: its parameters, plan, group and switches. What hooks, capture and `replicate` share.
-
-At the end, all replicated modules of this process (`owners`).
-"""
+"""One replicated module: its parameters, plan, group and switches; and all that this process has (`owners`)."""
 
 from __future__ import annotations
 
@@ -121,30 +118,23 @@ class History:
     backwards: Counter[str] = field(default_factory=Counter)  # by the way in which they were reduced
     synced_backwards: int = 0  # that ended with reduced gradients; a warm-up puts it back
     captures: dict[int, CaptureRecord] = field(default_factory=dict)  # by the number of the compiled code
-    captures_of_other_plans: int = 0
+    captures_of_other_plans: int = 0  # compiled before the plan was what it is
     compiled_after: int = 0  # synchronised backwards before the latest one that compiled something
     structures: dict[int, int] = field(default_factory=dict)
     """The autograd graphs that were met once there was a choice (`engine/backward.py`), and how often."""
     refused: dict[int, str] = field(default_factory=dict)  # those that could not be captured, and why
 
-    def compiled_for_plan(self) -> int:
-        """How many backwards were compiled since the plan is what it is."""
-        return len(self.captures) - self.captures_of_other_plans
-
 
 @dataclass(eq=False, slots=True)
 class StepGuard:
-    """The guard against steps on gradients that are not reduced: what a rank knows of those, and of changed parameters.
-
-    Versions: how often a parameter was changed (`autograd.version_of`).
-    """
+    """Against steps on gradients that are not reduced: what a rank knows of those, and of changed parameters."""
 
     parameters: Sequence[nn.Parameter]
     exempt: frozenset[int]  # those that a forward changes itself: weights of an embedding with `max_norm`
     checks: bool
     used: set[int] = field(default_factory=set)
     """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
-    versions: dict[int, int] = field(default_factory=dict)  # of parameters, when a local gradient was computed
+    versions: dict[int, int] = field(default_factory=dict)  # how often changed, when a local gradient was computed
     stepped: set[int] = field(default_factory=set)  # changed although they had a gradient that was not reduced
     moved: bool = False  # some changed after a backward without synchronisation, whose gradients were then dropped
     was_moved: bool = False  # the same of the latest synchronised backward

@@ -37,14 +37,12 @@ class BackwardState:
     completed: list[Replica] = field(default_factory=list)  # their gradients are reduced, and what follows has begun
     ran: bool = False  # its graph is captured: autograd's own has been given up, and runs no second time
     is_spoilt: bool = False  # its capture ended where autograd's own graph cannot run either
-    obstacle: str | None = None
-    """Why it is not captured. If `ran`, its hooks have reduced eagerly while the captured graph ran node by node."""
+    obstacle: str | None = None  # why it is not captured; if `ran`, its hooks reduced while its graph ran node by node
     holds_window: bool = True
 
 
 class OneBackward:
-    """Around a backward of these modules: their optimizers are called at its start and at its end. Gives what they
-    update."""
+    """Around a backward of these modules: calls their optimizers at its start and end. Gives what they update."""
 
     __slots__ = ("_keep_graph", "_replicas", "_wanted")
 
