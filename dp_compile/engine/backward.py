@@ -146,10 +146,7 @@ def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...
 
 
 def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tensor, ...]:
-    """Run a backward that began inside another one.
-
-    `outermost`: that one; `None` in an engine's thread for an accelerator, or where C++ entered the engine.
-    """
+    """Run one inside another; `None`: in an engine's thread for an accelerator, or where C++ entered the engine."""
     replicas = _state_of(call).replicas
     if outermost is not None and replicas and current() is not None:
         _refuse_shared_nodes(outermost, call, replicas)

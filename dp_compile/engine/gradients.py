@@ -76,10 +76,7 @@ def lay_out(parameter: torch.Tensor) -> None:
 
 
 def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
-    """The gradient of a parameter as a sparse tensor of its rows, coalesced, in new memory.
-
-    Without a gradient, and if this rank is `absent`, it has no rows.
-    """
+    """The gradient as a sparse tensor of rows, coalesced, in new memory; without one, or if `absent`, it has none."""
     grad = None if absent else parameter.grad
     if grad is not None:
         # Where a parameter is used by more than an embedding, gradients are dense on the ranks that did.

@@ -364,10 +364,7 @@ class Replica:
     def hand_out(
         self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], left_alone: Container[int]
     ) -> None:
-        """Give the parameters that are `unused` here their reduced gradients; `None`: each rank has a part of it.
-
-        `left_alone`: see `used_by_nobody`.
-        """
+        """Give parameters that are `unused` here, but not on all ranks, averages; `None`: each rank has a part."""
         self.state.untouched = tuple(index for index in unused if index in left_alone)
         if not self.config.may_be_unused:
             return
