@@ -34,6 +34,9 @@ with named():
     from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTensorMeta
     from torch._guards import TracingContext as _TracingContext
     from torch._guards import tracing as _tracing
+    from torch._logging._internal import LazyTraceHandler as _TraceFile
+    from torch._logging._internal import trace_log as _trace_log
+    from torch._logging._internal import trace_structured as _trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
@@ -344,3 +347,14 @@ def let_go_of_nodes(graph_module: fx.GraphModule) -> None:
     the code, with all that they know: 34 MiB for 600 parameters (torch 2.13).
     """
     graph_module._graph = fx.Graph()  # `graph = ` would compile the empty one
+
+
+def structured_trace_is_on() -> bool:
+    """Whether torch's structured trace is recorded (`TORCH_TRACE`). For sure only after something was traced."""
+    return any(isinstance(handler, _TraceFile) for handler in _trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Put a text into torch's structured trace, where `tlparse` shows it under this name."""
+    metadata = {"name": name, "encoding": "string"}
+    _trace_structured("artifact", lambda: metadata, payload_fn=lambda: text, expect_trace_id=False)

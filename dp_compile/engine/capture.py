@@ -7,7 +7,6 @@ shape. Compiled code is chosen by the binding, never by the module.
 from __future__ import annotations
 
 import logging
-import math
 import operator
 import weakref
 from collections.abc import Sequence
@@ -135,7 +134,7 @@ class CapturedBackward:
             if found := {index: each for (ordinal, index), each in estimates.items() if ordinal == position}:
                 ready, own = ({index: each[place] for index, each in found.items()} for place in (0, 1))
                 nominal_s = max(each.backward_s for each in found.values())
-                waits_from = min((each.ready for each in found.values() if each.may_wait), default=math.inf)
+                waits_from = min((each.ready for each in found.values() if each.may_wait), default=2.0)
                 times[replica] = ReadyTimes(ready, None, ESTIMATED, own, nominal_s, waits_from)
         finalize_plans(synced, times)
         for replica in assumed:

@@ -1,4 +1,4 @@
-"""Write what becomes of a captured backward, stage by stage, as plain text.
+"""Write what becomes of a captured backward, stage by stage, as plain text, and into torch's structured trace.
 
 DIR/rank0/capture0/plan.txt                  the buckets
                    0-captured.txt            the backward as compiled autograd and Dynamo leave it
@@ -24,6 +24,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import fx
 
+from dp_compile._torch import dynamo
 from dp_compile.config import dump_directory
 from dp_compile.fx.text import outline
 from dp_compile.passes.graph_names import node_names
@@ -44,8 +45,8 @@ _given_up: set[str] = set()
 
 
 def are_wanted() -> bool:
-    """Whether graphs go to a directory, or to a recorder."""
-    return dump_directory() is not None or bool(recorders)
+    """Whether graphs go to a directory, into torch's structured trace, or to a recorder."""
+    return dump_directory() is not None or dynamo.structured_trace_is_on() or bool(recorders)
 
 
 class Dump:
@@ -100,6 +101,8 @@ class Dump:
             self._write(f"{len(self._stages)}-code", code)
 
     def _write(self, name: str, text: str) -> None:
+        if dynamo.structured_trace_is_on():
+            dynamo.trace_artifact(f"dp_compile-{name}", text)
         if self._directory is not None:
             (self._directory / f"{name}.txt").write_text(text, encoding="utf-8")
 

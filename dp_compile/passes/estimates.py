@@ -25,7 +25,7 @@ from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
-_BYTES_PER_S: Final = {"cpu": 10e9, "cuda": 3.35e12}
+_BYTES_PER_S: Final = {"cpu": 15e9, "cuda": 3.35e12}
 """What memory moves: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
 
 Values = Mapping[fx.Node, Any]
@@ -44,8 +44,8 @@ class Shares(NamedTuple):
     """Of a gradient, as shares of the graph's work: when it is ready, and the work that nothing but it needs.
 
     Ready if gradients are launched in the order of the graph: what only later ones need comes after (`overlap.py`).
-    `backward_s`: how long all of it takes at `_BYTES_PER_S`. A GPT and a ResNet of the benchmark take 0.64 and 0.51 of
-    that, 1,000 small layers 4 times as long, one large embedding 0.15 (one CPU core, 2026-11-28). `may_wait`: see
+    `backward_s`: how long all of it takes at `_BYTES_PER_S`. A GPT and a ResNet of the benchmark take 0.96 and 0.77 of
+    that, 1,000 small layers 6 times as long, one large embedding 0.23 (one CPU core, 2026-11-28). `may_wait`: see
     `_may_wait`.
     """
 

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -383,6 +384,20 @@ def test_the_files_of_a_backward(tmp_path):
     _, _, whole = (capture / "1-analysed.txt").read_text().partition("# As torch prints it\n")
     assert "torch.ops.dp_compile.reduce_grad" in whole
     assert "all_reduce" in (capture / "5-code.txt").read_text()
+
+
+def test_tlparse_shows_the_stages_under_our_names(tmp_path):
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path / "trace")}
+    training = Path(__file__).parents[1] / "traced_run.py"
+    subprocess.run([sys.executable, str(training)], env=environment, check=True, capture_output=True)
+    (log,) = (tmp_path / "trace").iterdir()
+    command = [str(Path(sys.executable).parent / "tlparse"), str(log), "-o", str(tmp_path / "out"), "--no-browser"]
+    subprocess.run(command, check=True, capture_output=True)
+    index = (tmp_path / "out" / "index.html").read_text()
+    for number, stage in enumerate(STAGES):
+        assert f"dp_compile-{number}-{stage}" in index
+    (shown,) = (tmp_path / "out").rglob("dp_compile-3-schedule-collectives*")
+    assert ">> launch 0 = all_reduce(bucket 0, sum, 0)" in shown.read_text()
 
 
 def test_a_second_run_is_dumped_as_the_first(tmp_path):

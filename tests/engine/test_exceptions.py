@@ -4,6 +4,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from unittest import mock
 
 import fuzzing
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
@@ -87,7 +89,7 @@ class Net(nn.Module):
         return self.layers[2](torch.tanh(self.layers[1](x)))
 
 
-EXACT = ("plain", "capped", "in_backward", "shard", "modules")
+EXACT = ("plain", "capped", "in_backward", "shard", "modules", "two_levels")
 
 
 def replicated(kind, group, *, ticks):
@@ -98,8 +100,9 @@ def replicated(kind, group, *, ticks):
     if kind == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     model = Net(ticks, kind == "buffers", kind == "sparse")
+    where = {"device_mesh" if kind == "two_levels" else "process_group": group}
     for each in model.layers if kind == "modules" else [model]:
-        dp_compile.replicate(each, process_group=group, config=dp_compile.ReplicateConfig(**options))
+        dp_compile.replicate(each, config=dp_compile.ReplicateConfig(**options), **where)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind == "int8":
         model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())
@@ -182,7 +185,12 @@ class Outcome:
 
 def run(cell):
     rank, world = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(timeout=timedelta(seconds=BOUND_S))
+    if cell.kind == "two_levels":
+        group = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("between", "inside"))
+        for each in (dist.group.WORLD, group.get_group(0), group.get_group(1)):
+            each._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=BOUND_S))
+    else:
+        group = dist.new_group(timeout=timedelta(seconds=BOUND_S))
     ticks = cell.stage == "in an op between launches"
     model, optimizer = replicated(cell.kind, group, ticks=ticks)
     forward = model if cell.way == "hooks" else torch.compile(model, backend="aot_eager")
@@ -295,3 +303,24 @@ SPANNING = [
 @pytest.mark.parametrize("cell", SPANNING, ids=str)
 def test_a_spanning_set(ranks2, cell):
     judged(cell, ranks2.run(run, cell, timeout_s=6 * BOUND_S))
+
+
+KINDS = ("plain", "capped", "bf16", "int8", "functional", "in_backward", "shard", "two_levels")
+KINDS_OF = {"in the update": ("in_backward", "shard"), "in a gather": ("shard",)}
+NOT_IN = {
+    "captured": ("at a launch", "in a wait"),
+    "hooks": ("after the last wait", "in the capture", "in the compiler"),
+}
+ALL = [
+    Cell(stage, kind, way, everywhere, error)
+    for stage, kind, way in product(STAGES, KINDS, NOT_IN)
+    for everywhere, error in product((True, False), (Planted, KeyboardInterrupt))
+    if kind in KINDS_OF.get(stage, KINDS) and stage not in NOT_IN[way]
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", ALL, ids=str)
+def test_every_cell(request, cell):
+    ranks = request.getfixturevalue("ranks4" if cell.kind == "two_levels" else "ranks2")
+    judged(cell, ranks.run(run, cell, timeout_s=6 * BOUND_S))
