@@ -53,7 +53,9 @@ SWEEPS: Final = 3
 """So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
 QUICK_REPETITIONS: Final = 5
 QUICK_S: Final = 0.1
-"""So many seconds, and no larger size follows, where the measurement was not asked for."""
+"""So many seconds, and no larger size than `LEAST_NBYTES` follows, where the measurement was not asked for."""
+LEAST_NBYTES: Final = 2**18
+"""Smaller messages do not tell a bandwidth: what a busy machine adds to each is more than they take."""
 WORST_SPREAD: Final = 0.3
 """`CostFit.spread` above it: other work disturbs the measurement, and it is not remembered."""
 
@@ -131,7 +133,7 @@ class _Sweep:
                 taken_s, spread = slowest.tolist()
                 samples.append((nbytes, taken_s))
                 spent_s += (1 + self.repetitions) * taken_s
-                if spent_s > self.limit_s:
+                if spent_s > self.limit_s and nbytes >= LEAST_NBYTES:
                     break
             with suppress(TimesDoNotGrow):
                 return fit(samples)._replace(spread=spread)
