@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print("\ndp-compile: interrupted", file=sys.stderr, flush=True)
-        if argv is None:  # as a command: the interpreter takes more than a second to take torch apart
+        if argv is None:  # as a command: the interpreter takes more than a second to unload torch
             sys.stdout.flush()
             os._exit(130)
         return 130

@@ -35,7 +35,7 @@ logger = logging.getLogger("dp_compile.elastic")
 JOIN_VARIABLE: Final = "DP_COMPILE_ELASTIC_JOIN"  # the launcher gives a process that joins its name in it
 MOST_LOSSES_IN_A_ROW: Final = 8
 LOOK_FOR_JOINS_EVERY_S: Final = 0.2
-START_S: Final = 300.0  # how far apart processes may start
+START_S: Final = 300.0  # between the start of the first process and that of the last
 
 _registry: Registry | None = None
 

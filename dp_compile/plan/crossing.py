@@ -64,7 +64,7 @@ def plan_crossing(
     if not gradients or any(len(each.key.reduction.stages) != 1 for each in gradients):
         return planned  # These end in the backward anyway.
     members = [member for bucket in planned.plan.buckets for member in bucket.members]
-    # Which order is best depends on how long the network takes beside the backward: what is known of that counts first.
+    # Which order is best depends on the ratio of communication to compute: what is known of that counts first.
     backward_s = times.backward_s or times.nominal_s or backward_seconds(members, times, cost)
     candidates = [tuple(without_flags(planned.plan.buckets))]
     total = sum(each.nbytes for each in gradients)
