@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from dp_compile.comm_hooks.quantized import QuantizedHook as QuantizedHook
     from dp_compile.config import ReplicateConfig as ReplicateConfig
     from dp_compile.engine.backward import compiled_backward as compiled_backward
-    from dp_compile.engine.calibration import calibrate as calibrate
     from dp_compile.errors import CommunicationError as CommunicationError
     from dp_compile.errors import ConfigError as ConfigError
     from dp_compile.errors import DesyncError as DesyncError
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from dp_compile.insight.observe import report as report
     from dp_compile.insight.observe import step_of as step_of
     from dp_compile.insight.predict import predict as predict
+    from dp_compile.replication.calibration import calibrate as calibrate
     from dp_compile.replication.ddp import DistributedDataParallel as DistributedDataParallel
     from dp_compile.replication.join import join as join
     from dp_compile.replication.module import ReplicatedModule as ReplicatedModule
@@ -39,7 +39,7 @@ _HOME = {
         "comm_hooks.quantized": "QuantizedHook",
         "config": "ReplicateConfig",
         "engine.backward": "compiled_backward",
-        "engine.calibration": "calibrate",
+        "replication.calibration": "calibrate",
         "errors": "CommunicationError ConfigError DPCompileError DesyncError ReductionError UnsupportedModuleError",
         "insight.observe": "explain measure report step_of",
         "insight.predict": "predict",

@@ -27,6 +27,7 @@ ROOMS = (
     ("state",),
     ("replication",),
     ("engine",),
+    ("replica",),
     ("passes",),
     ("comm_hooks",),
     ("config",),

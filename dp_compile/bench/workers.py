@@ -26,8 +26,8 @@ from dp_compile.bench.modes import device, mode
 from dp_compile.bench.networks import Placement, enter
 from dp_compile.bench.results import SelfCheck
 from dp_compile.bench.workloads import workload
-from dp_compile.engine.calibration import calibrate
 from dp_compile.errors import require
+from dp_compile.replication.calibration import calibrate
 from dp_compile.testing.ranks import Ranks
 
 START_TIMEOUT_S: Final = 900.0  # for a process to start, its first backward, which compiles, and the warm-up

@@ -26,13 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
-from dp_compile.engine.gradients import dense_strides
-from dp_compile.engine.replica import Replica
-from dp_compile.engine.sinks import UpdateRequest, Updates
 from dp_compile.errors import ReductionError, require
 from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
 from dp_compile.plan.words import count
+from dp_compile.replica.gradients import dense_strides
+from dp_compile.replica.replica import Replica
+from dp_compile.replica.sinks import UpdateRequest, Updates
 
 ALIGNMENT_BYTES: Final = 128
 """Of each parameter in its bucket. Inductor copies an input that is less aligned than the one it compiled for."""
@@ -255,7 +255,7 @@ def _bucket(parameters: list[nn.Parameter], *, as_views: bool) -> MixedBucket:
 
 @dataclass(eq=False)
 class MixingUpdates(Updates):
-    """At the end of each synchronised backward (`engine/sinks.py`): mix, clip, update, send.
+    """At the end of each synchronised backward (`replica/sinks.py`): mix, clip, update, send.
 
     `optimizer`: over all or some parameters of the module. `max_norm`: clip the gradients of each bucket by themselves;
     0: no. `scaler`: unscales, leaves steps out, and is updated, all at the end of the backward. `averages_buffers`:

@@ -23,10 +23,10 @@ from dp_compile.engine.graph import Binding, CapturedGraph, GradientId, Sites, f
 from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import finalize_plans
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, Shares, ready_shares
 from dp_compile.plan.planner import ASSUMED, ESTIMATED, ReadyTimes
+from dp_compile.replica.replica import Replica
 
 logger = logging.getLogger("dp_compile.capture")
 

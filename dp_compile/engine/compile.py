@@ -23,7 +23,6 @@ from dp_compile._torch.dtensors import local_tensor
 from dp_compile.comm_hooks.functional import HookRun
 from dp_compile.engine import dumps
 from dp_compile.engine.flags import flags_to_send, read_flags, remember
-from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.graph import (
     CapturedGraph,
     GradientId,
@@ -38,8 +37,6 @@ from dp_compile.engine.graph import (
 from dp_compile.engine.guards import check_not_moved
 from dp_compile.engine.plan_sync import meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, COMPILE, BucketRanges, during
-from dp_compile.engine.record import CaptureRecord, Placement
-from dp_compile.engine.replica import Replica, owners
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.crossing import DeferReductions
@@ -48,6 +45,9 @@ from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import OwnMemory, Pipeline
 from dp_compile.passes.result import PassResult
 from dp_compile.passes.updates import PlaceUpdates
+from dp_compile.replica.gradients import lay_out
+from dp_compile.replica.record import CaptureRecord, Placement
+from dp_compile.replica.replica import Replica, owners
 
 logger = logging.getLogger("dp_compile.compilation")
 

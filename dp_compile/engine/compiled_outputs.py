@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dp_compile._torch import autograd
-from dp_compile.engine.replica import Replica, owners
+from dp_compile.replica.replica import Replica, owners
 
 
 @dataclass(eq=False, slots=True)

@@ -25,11 +25,11 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo
 from dp_compile._torch.dtensors import from_part, local_tensor, redistributed_as
-from dp_compile.engine.gradients import real_view
-from dp_compile.engine.replica import Replica
-from dp_compile.engine.sinks import UpdateRequest
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
+from dp_compile.replica.gradients import real_view
+from dp_compile.replica.replica import Replica
+from dp_compile.replica.sinks import UpdateRequest
 
 GradientId = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""

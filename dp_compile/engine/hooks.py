@@ -24,14 +24,14 @@ from dp_compile._torch.distributed import collectives_launched, group_of_name
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed, remember
-from dp_compile.engine.gradients import lay_out, local_view, sparse_gradient
 from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, LAUNCH, WAIT, during, during_bucket
-from dp_compile.engine.replica import GradientReceiver, Replica
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import Bucket, BucketPlan
 from dp_compile.plan.reduction import CALLED, is_handed_back_at_the_end, launch_order
+from dp_compile.replica.gradients import lay_out, local_view, sparse_gradient
+from dp_compile.replica.replica import GradientReceiver, Replica
 
 ResultT = TypeVar("ResultT")
 

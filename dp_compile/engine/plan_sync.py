@@ -29,14 +29,14 @@ import torch.distributed as dist
 
 from dp_compile._torch import distributed
 from dp_compile.config import monitor_after_s
-from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import Group
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import PlanResult, ReadyTimes, percent_above, plan_optimal
 from dp_compile.plan.words import count, format_bytes, ranks_in_words
+from dp_compile.replica.gradients import gradient_specs
+from dp_compile.replica.group import Group
+from dp_compile.replica.replica import Replica
 
 logger = logging.getLogger("dp_compile.plan_sync")
 

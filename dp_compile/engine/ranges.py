@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd
-from dp_compile.engine.replica import Replica
 from dp_compile.fx.collectives import WAIT as WAIT_TENSOR
 from dp_compile.fx.collectives import is_launch
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
 from dp_compile.plan.reduction import launch_order
+from dp_compile.replica.replica import Replica
 
 BACKWARD: Final = "backward"
 COMPILE: Final = "compile"

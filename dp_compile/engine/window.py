@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dp_compile._torch import compiler
-from dp_compile.engine.replica import Replica
+from dp_compile.replica.replica import Replica
 
 if TYPE_CHECKING:
     from dp_compile.engine.hooks import ReductionRound
-    from dp_compile.engine.sinks import UpdateRequest
+    from dp_compile.replica.sinks import UpdateRequest
 
 
 @dataclass(eq=False, slots=True)

@@ -15,8 +15,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from dp_compile._torch import autograd, distributed
-from dp_compile.engine.record import CaptureRecord
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import UnsupportedModuleError
 from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.profile import events_of, measured_steps
@@ -26,6 +24,8 @@ from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import ASSUMED
 from dp_compile.plan.words import count, format_bytes, in_columns
+from dp_compile.replica.record import CaptureRecord
+from dp_compile.replica.replica import Replica
 from dp_compile.replication.module import is_replicated, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.measuring")

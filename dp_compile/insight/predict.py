@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.engine.record import SHARDED
 from dp_compile.errors import ConfigError, require, require_integer
 from dp_compile.insight.step import BYTES, Step, format_ms
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
@@ -18,6 +17,7 @@ from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.planner import plan_fixed, plan_optimal
 from dp_compile.plan.reduction import stages_of
 from dp_compile.plan.words import count, in_columns
+from dp_compile.replica.record import SHARDED
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LINK_INSIDE: Final = "nvlink4"

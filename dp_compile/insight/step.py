@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.ranges import FORWARD, GATHER, UPDATE
-from dp_compile.engine.record import OVERLAP_FORWARD, SHARDED, OptimizerRecord, Placement
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import Backend
@@ -25,6 +24,7 @@ from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.crossing import jobs_of as crossing_jobs
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, release_time_bound
 from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradients
+from dp_compile.replica.record import OVERLAP_FORWARD, SHARDED, OptimizerRecord, Placement
 
 STEP_VERSION: Final = 5
 NOMINAL: Final = "nominal"  # how a cost's source begins if the link was not measured

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from dp_compile.config import BACKENDS, ReplicateConfig
-from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
+from dp_compile.replica.module_names import class_name
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import is_replicated, unwrap
 from dp_compile.replication.replicate import unreplicate

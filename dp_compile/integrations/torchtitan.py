@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dp_compile._torch import compiler
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions
+from dp_compile.replica.module_names import class_name
 from dp_compile.replication.module import Installed, ReplicatedModule
 from dp_compile.replication.replicate import replicate
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, UnsupportedModuleError
 from dp_compile.integrations.accelerate import Accelerator
 from dp_compile.integrations.common import refuse_managed, refuse_other_versions, take_off
+from dp_compile.replica.module_names import class_name
 from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import unwrap
 

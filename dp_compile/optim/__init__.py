@@ -1,7 +1,7 @@
 """Optimizers as sinks of reduced gradients: updates in the backward, or left for the next forward.
 
-The engine knows a sink by its protocol only (`engine/sinks.py`): `update_request` says what a backward updates, `apply`
-takes reduced gradients, `ended` and `interrupted` close the backward. Here a sink is composed of
+The engine knows a sink by its protocol only (`replica/sinks.py`): `update_request` says what a backward updates,
+`apply` takes reduced gradients, `ended` and `interrupted` close the backward. Here a sink is composed of
 
     Update      guards around the optimizer's `step()`, of one module and one optimizer (`update.py`)
       setup     both, weakly, with the options that were given (`setup.py`)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import dtensors
-from dp_compile.engine.gradients import lay_out
-from dp_compile.engine.replica import owners
 from dp_compile.errors import require
 from dp_compile.optim.update import Update
+from dp_compile.replica.gradients import lay_out
+from dp_compile.replica.replica import owners
 
 
 @torch.no_grad()

@@ -19,13 +19,13 @@ from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.ranges import UPDATE, WAIT, during, during_bucket
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ReductionError
 from dp_compile.optim.readers import put_hooks, take_hooks_off
 from dp_compile.optim.setup import Setup, copied, options_of
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
 from dp_compile.plan.buckets import Bucket
+from dp_compile.replica.replica import Replica
 
 _lock = threading.RLock()
 

@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from dp_compile._torch import inductor
 from dp_compile.engine.ranges import FORWARD, during
-from dp_compile.engine.replica import Replica, owners
 from dp_compile.errors import ConfigError
 from dp_compile.optim.readers import note_forward
 from dp_compile.passes.crossing import CompleteBeforeUse, in_flight, take_starts_out, wait_for_parameters
+from dp_compile.replica.replica import Replica, owners
 
 
 def compile_forward(

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from dp_compile._torch import compiler
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
 from dp_compile.passes.crossing import START, in_flight
+from dp_compile.replica.replica import Replica
 from dp_compile.replication.module import Installed, inner_module, replica_of
 
 BACKEND: Final = "dp_compile"

@@ -13,8 +13,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile._torch import autograd
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ReductionError, require
+from dp_compile.replica.replica import Replica
 
 _REFUSED: Final = {
     torch.optim.LBFGS: "evaluates the model again in its step()",

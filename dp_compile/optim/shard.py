@@ -27,13 +27,8 @@ from torch import nn
 
 from dp_compile._torch import optim
 from dp_compile._torch.optim import ShardedGradient
-from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.plan_sync import check_consistent_in_call, is_of_other_ranks
 from dp_compile.engine.ranges import GATHER, UPDATE, during
-from dp_compile.engine.record import SHARDED, OptimizerRecord
-from dp_compile.engine.replica import Replica
-from dp_compile.engine.sinks import UpdateRequest
-from dp_compile.engine.supported import SHARD, check_supported
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
 from dp_compile.optim.setup import Setup, check_in_place
@@ -43,6 +38,11 @@ from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, Stage
+from dp_compile.replica.gradients import dense_strides
+from dp_compile.replica.record import SHARDED, OptimizerRecord
+from dp_compile.replica.replica import Replica
+from dp_compile.replica.sinks import UpdateRequest
+from dp_compile.replica.supported import SHARD, check_supported
 from dp_compile.replication.gradient_averaging import scatter
 
 ELEMENT_WISE: Final = (

@@ -17,9 +17,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dp_compile.engine.gradients import dense_strides
 from dp_compile.errors import ConfigError
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.replica.gradients import dense_strides
 
 State = dict[str, Any]
 """Of one parameter, by the optimizer's own names."""

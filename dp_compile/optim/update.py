@@ -12,11 +12,11 @@ import torch
 from dp_compile._torch import compiler, optim
 from dp_compile.engine.guards import forget_comparison
 from dp_compile.engine.ranges import UPDATE, during
-from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
-from dp_compile.engine.sinks import UpdateRequest
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.setup import Setup, check_in_place, noted, options_of, what_changed
+from dp_compile.replica.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
+from dp_compile.replica.sinks import UpdateRequest
 
 
 class Part(ABC):

@@ -26,7 +26,7 @@ from dp_compile.plan.buckets import BucketPlan
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
-    """By what code of this thread updates a module: its plan and its `Updates` (`engine/sinks.py`)."""
+    """By what code of this thread updates a module: its plan and its `Updates` (`replica/sinks.py`)."""
     now = this_thread.running
     if replica >= len(now.optimizers):
         raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")

@@ -19,9 +19,9 @@ from dp_compile._torch import autograd
 from dp_compile._torch.distributed import set_parameters_to_ignore
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.group import resolve_group
-from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
+from dp_compile.replica.group import resolve_group
+from dp_compile.replica.precision import ATTRIBUTE, Precision
 from dp_compile.replication.join import ReplicaJoinable, join
 from dp_compile.replication.module import (
     moved,

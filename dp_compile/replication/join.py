@@ -28,9 +28,9 @@ from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.plan_sync import finalize_plans, meet_before_launch
-from dp_compile.engine.replica import Replica
-from dp_compile.engine.supported import AVERAGING, JOIN, check_supported
 from dp_compile.errors import ConfigError
+from dp_compile.replica.replica import Replica
+from dp_compile.replica.supported import AVERAGING, JOIN, check_supported
 from dp_compile.replication.module import inner_module, parts_of, replica_of
 
 

@@ -22,10 +22,10 @@ from torch import nn
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import HOOK_VARIABLE
-from dp_compile.engine.module_names import class_name
-from dp_compile.engine.precision import ATTRIBUTE, Precision
-from dp_compile.engine.replica import Replica, Switches
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
+from dp_compile.replica.module_names import class_name
+from dp_compile.replica.precision import ATTRIBUTE, Precision
+from dp_compile.replica.replica import Replica, Switches
 from dp_compile.replication import gradient_averaging
 
 
@@ -120,7 +120,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
     """`DDP<Name>` for a module of class `<Name>`, which it keeps here; the same one for all, to share compiled code.
 
     `waiting`: it starts with its first forward. Another class until then: what was compiled is not used afterwards.
-    `casts`: its forward computes in another dtype (`engine/precision.py`), also where `forward` itself is called.
+    `casts`: its forward computes in another dtype (`replica/precision.py`), also where `forward` itself is called.
     """
     kind = original_class(module)
     named_as_ours = tuple(

@@ -26,19 +26,19 @@ from dp_compile.config import (
     link_source,
 )
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
-from dp_compile.engine.calibration import remembered_cost
-from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import Group, group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
-from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.plan_sync import Statement, check_consistent_in_call, describe_plan, propagate_errors
-from dp_compile.engine.precision import install_precision, make_precision
-from dp_compile.engine.replica import Replica, owners
-from dp_compile.engine.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.plan.reduction import Averaging
+from dp_compile.replica.gradients import gradient_specs
+from dp_compile.replica.group import Group, group_on, resolve_group
+from dp_compile.replica.module_names import class_name
+from dp_compile.replica.precision import install_precision, make_precision
+from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.replication import selection
+from dp_compile.replication.calibration import remembered_cost
 from dp_compile.replication.gradient_averaging import make_plan
 from dp_compile.replication.module import (
     ForwardCheck,

@@ -20,9 +20,9 @@ from dp_compile._torch import autograd, distributed
 from dp_compile._torch.dtensors import is_dtensor
 from dp_compile._torch.missing import loaded
 from dp_compile._torch.optim import steps_in_backward
-from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.engine.replica import ModuleRefs, Outline, ParameterRef, owners
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
+from dp_compile.replica.module_names import by_qualified_name, class_name, fully_qualified
+from dp_compile.replica.replica import ModuleRefs, Outline, ParameterRef, owners
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # loading it loads all of FSDP

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dp_compile.config import BACKENDS
-from dp_compile.engine.module_names import fully_qualified
 from dp_compile.errors import ConfigError, require, require_integer
 from dp_compile.insight.observe import report
 from dp_compile.plan.words import count
+from dp_compile.replica.module_names import fully_qualified
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.testing.backward import SHOWN, Training, fresh_compiler
 from dp_compile.testing.ranks import Ranks

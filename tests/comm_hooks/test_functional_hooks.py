@@ -26,13 +26,13 @@ import dp_compile
 from dp_compile import HookBucket, QuantizedHook
 from dp_compile._torch import distributed
 from dp_compile.comm_hooks.functional import HookRun, register
-from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import Group
 from dp_compile.insight.predict import predict
 from dp_compile.insight.step import Step
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import PACKED, BucketPlan
 from dp_compile.plan.reduction import Averaging
+from dp_compile.replica.gradients import gradient_specs
+from dp_compile.replica.group import Group
 
 
 class Net(nn.Module):

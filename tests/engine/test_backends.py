@@ -18,10 +18,10 @@ from torch import nn
 
 import dp_compile
 from dp_compile._torch import distributed
-from dp_compile.engine import calibration
-from dp_compile.engine.group import resolve_group
 from dp_compile.plan.backends import GLOO, NCCL, Backend
 from dp_compile.plan.cost import AllReduceCost, CostFit
+from dp_compile.replica.group import resolve_group
+from dp_compile.replication import calibration
 
 
 def of_class(kind, base=object):

@@ -17,8 +17,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 import dp_compile
 from dp_compile.engine import monitor
-from dp_compile.engine.replica import owners
 from dp_compile.errors import ReductionError
+from dp_compile.replica.replica import owners
 from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 

@@ -17,7 +17,6 @@ from torch import nn
 
 import dp_compile
 from dp_compile.cli.main import main
-from dp_compile.engine.record import Placement
 from dp_compile.insight.explain import MOST_ADVICE, SMALLEST_GAIN, WIDTH, advice_for, explanation_of
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import extrapolated, predict, replanned
@@ -28,6 +27,7 @@ from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
 from dp_compile.plan.planner import ESTIMATED, ReadyTimes, assumed_times
+from dp_compile.replica.record import Placement
 
 KEY = bucket_key("", "sum", "float32", "cuda")
 MB = 2**20

@@ -14,10 +14,10 @@ from torch import nn
 
 import dp_compile
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.calibration import calibrate
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.words import BYTES_PER_MB
+from dp_compile.replication.calibration import calibrate
 
 FLOAT32 = bucket_key("0", "sum", "float32", "cpu")
 

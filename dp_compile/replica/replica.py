@@ -20,15 +20,15 @@ from dp_compile._torch.dtensors import is_dtensor, laid_out_as, local_tensor
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.gradients import dense_strides, local_view
-from dp_compile.engine.group import Group
-from dp_compile.engine.precision import Precision
-from dp_compile.engine.record import CaptureRecord
-from dp_compile.engine.sinks import AfterReduction
 from dp_compile.errors import UnsupportedModuleError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes
+from dp_compile.replica.gradients import dense_strides, local_view
+from dp_compile.replica.group import Group
+from dp_compile.replica.precision import Precision
+from dp_compile.replica.record import CaptureRecord
+from dp_compile.replica.sinks import AfterReduction
 
 _numbers = itertools.count()
 

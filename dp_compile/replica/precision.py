@@ -23,8 +23,8 @@ from torch import nn
 from dp_compile._torch import autograd, compiler
 from dp_compile._torch.dtensors import is_dtensor
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.errors import UnsupportedModuleError
+from dp_compile.replica.module_names import class_name, fully_qualified
 
 ATTRIBUTE: Final = "_dp_compile_precision"
 """A module's attribute for its `Precision`: Dynamo has to find it there."""

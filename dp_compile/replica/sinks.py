@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from dp_compile.engine.record import OptimizerRecord
 from dp_compile.plan.buckets import Bucket
+from dp_compile.replica.record import OptimizerRecord
 
 
 @dataclass(frozen=True, slots=True)

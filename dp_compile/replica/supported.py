@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, UnsupportedModuleError
+from dp_compile.replica.replica import Replica
 
 AVERAGING: Final = "how gradients are averaged"
 CALLED_HOOK: Final = "a comm hook that is called with each bucket"

@@ -10,11 +10,11 @@ from torch import nn
 
 from dp_compile._torch.dtensors import is_dtensor, local_tensor, redistributed_as
 from dp_compile.comm_hooks.functional import sent_nbytes
-from dp_compile.engine.group import Group
 from dp_compile.passes.reduction import dtype_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec
 from dp_compile.plan.flags import MORE
 from dp_compile.plan.reduction import CALLED, Reduction
+from dp_compile.replica.group import Group
 
 
 def gradient_specs(

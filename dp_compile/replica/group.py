@@ -26,7 +26,7 @@ class Group:
     averaging: Averaging
     levels: Levels | None = None  # its ranks by node, if the network between nodes is another one than inside
     scattered: frozenset[str] = frozenset()  # parameters of whose reduced gradients each rank keeps a part only
-    measured: AllReduceCost | None = None  # what a collective on it costs, if known (`engine/calibration.py`)
+    measured: AllReduceCost | None = None  # what a collective on it costs, if known (`replication/calibration.py`)
 
     def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
         """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""

@@ -1,0 +1,1 @@
+"""One replicated module as data: parameters, group, options, plan, and what becomes of its gradients."""
