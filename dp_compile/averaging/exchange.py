@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.engine.plan_sync import channel_of, check_consistent
 from dp_compile.errors import CommunicationError, DesyncError, require
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
@@ -28,6 +27,7 @@ from dp_compile.plan.buckets import BucketPlan, plan_buckets
 from dp_compile.replica.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.store_channel import channel_of, check_consistent
 
 BUCKET_MB: Final = 25.0  # as large as those of torch's DDP; for each dtype and type of device its own
 IN_FLIGHT: Final = 2  # buckets at a time: one is filled while the other travels, and memory stays small

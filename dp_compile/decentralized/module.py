@@ -21,11 +21,11 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, MixingUpdates, plan_of
 from dp_compile.decentralized.topologies import Topology
 from dp_compile.decentralized.topologies import topology as topology_of_name
-from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
 from dp_compile.errors import ReductionError, UnsupportedModuleError, require
 from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replica.replica import Replica
+from dp_compile.replica.store_channel import check_consistent_in_call, propagate_errors
 from dp_compile.replication.module import Pending, inner_module, no_sync, parts_of, replica_of, state_of, unwrap, wrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.selection import refuse_dtensors

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dp_compile._torch.distributed import PrefixStore, Store
-from dp_compile.engine.plan_sync import LostStoreError
 from dp_compile.errors import CommunicationError
+from dp_compile.replica.store_channel import LostStoreError
 
 POLL_S: Final = 0.02
 

@@ -22,13 +22,14 @@ from dp_compile.engine import flags, guards
 from dp_compile.engine.backward import BROADCAST_BYTES
 from dp_compile.engine.guards import fingerprints
 from dp_compile.engine.monitor import MONITOR
-from dp_compile.engine.plan_sync import LostStoreError, first_difference, is_of_other_ranks, plan_from_times
+from dp_compile.engine.plan_sync import plan_from_times
 from dp_compile.errors import ConfigError, DesyncError, VoidBackwardError
 from dp_compile.optim.update import Whole
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import PlanResult, ReadyTimes
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.replica import Replica, StepGuard, owners
+from dp_compile.replica.store_channel import LostStoreError, first_difference, is_of_other_ranks
 
 logger = logging.getLogger("dp_compile.elastic")
 

@@ -41,11 +41,12 @@ from dp_compile.engine.hooks import (
     reporting,
 )
 from dp_compile.engine.monitor import Watched
-from dp_compile.engine.plan_sync import finalize_plans, is_of_other_ranks, meet_before_launch
+from dp_compile.engine.plan_sync import finalize_plans, meet_before_launch
 from dp_compile.engine.window import BackwardState, Capturing, OneBackward, current, wait_for_window
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, ReductionError
 from dp_compile.replica.precision import recomputing
 from dp_compile.replica.replica import Replica, owners, warn_once
+from dp_compile.replica.store_channel import is_of_other_ranks
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20

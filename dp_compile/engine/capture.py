@@ -7,7 +7,6 @@ shape. Compiled code is chosen by the binding, never by the module.
 from __future__ import annotations
 
 import logging
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import finalize_plans
 from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.passes.estimates import Accumulation, Shares, ready_shares
+from dp_compile.passes.estimates import Accumulation, Shares, fake_values, ready_shares
 from dp_compile.plan.planner import ASSUMED, ESTIMATED, ReadyTimes
 from dp_compile.replica.replica import Replica
 
@@ -182,55 +181,3 @@ def estimates_of(
         logger.debug("a captured graph does not say when %d of its gradients are ready", len(unknown))
         return {}
     return dict(zip(accumulations, ready_shares(list(accumulations.values()), values), strict=True))
-
-
-def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx.Node, Any]:
-    """A fake tensor, or a list of them, for each node of which the inputs of a backward tell it.
-
-    No code of the user's runs: of a function written in Python the engine's check of its outputs tells the shapes.
-    Among the hooks that are given are also meshes, of which AOTAutograd's code makes DTensors.
-    """
-    inputs = dict(zip(("inputs", "sizes", "scalars", "hooks"), given, strict=False))
-    values: dict[fx.Node, Any] = {}
-    with torch.no_grad(), dynamo.FakeTensorMode() as mode:
-        for node in graph_module.graph.nodes:
-            try:
-                if node.op == "placeholder":
-                    value = [_fake(mode, each) for each in inputs[node.name]]
-                elif node.op == "get_attr":
-                    value = _fake(mode, operator.attrgetter(node.target)(graph_module))
-                else:
-                    value = _call(node, values)
-            except LookupError:
-                pass
-            except Exception as error:
-                # Fake tensors cannot run the op, for any reason: its output is unknown, and all that follows from it.
-                logger.debug("what %s makes is not known: %s", node, error)
-            else:
-                values[node] = value
-    return values
-
-
-def _fake(mode: Any, value: Any) -> Any:
-    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-
-def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
-    """The engine's check of a gradient adds up what was broadcast, and casts."""
-    if like is None or (isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)):
-        return value
-    return like.make()
-
-
-def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What a call makes, or a `LookupError`: that is not known, or other code would run."""
-    if checked := dynamo.validated_outputs(node):
-        return [_as_checked(values.get(output), like) for output, like in checked]
-    hooked = node.args[1] if node.target is dynamo.call_hook else None
-    if isinstance(hooked, fx.Node) and node.kwargs.get("hook_type") != "unpack_hook":
-        return values[hooked]  # as it mostly is: a hook may give another tensor, of the same shape
-    if node.op != "call_function" or not dynamo.computes_only(node.target):
-        raise LookupError(node.name)
-    assert callable(node.target)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    return node.target(*args, **kwargs)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from dp_compile._torch import autograd
 from dp_compile.comm_hooks.functional import HookRun
-from dp_compile.engine.plan_sync import all_gather_object, channel_of
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
 from dp_compile.plan.buckets import Bucket
 from dp_compile.plan.flags import FAILED, NUMBER_BITS, is_failed, more_elements, ranks_disagree
 from dp_compile.plan.words import ranks_in_words
 from dp_compile.replica.replica import Replica
+from dp_compile.replica.store_channel import all_gather_object, channel_of
 
 MAX_UNREAD: Final = 2
 

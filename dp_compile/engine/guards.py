@@ -27,12 +27,12 @@ from torch import nn
 
 from dp_compile._torch.dtensors import groups_that_shard, local_tensor
 from dp_compile.config import CHECK_VARIABLE, check_parameters_every
-from dp_compile.engine.plan_sync import all_gather_object, channel_of, unique_topic
 from dp_compile.errors import DesyncError, ReductionError
 from dp_compile.plan.words import ranks_in_words
 from dp_compile.replica.gradients import dense_strides, local_view
 from dp_compile.replica.module_names import fully_qualified
 from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.store_channel import all_gather_object, channel_of, unique_topic
 
 logger = logging.getLogger("dp_compile.guards")
 

@@ -27,10 +27,17 @@ import torch.distributed as dist
 from dp_compile._torch import compiler, distributed
 from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine.flags import in_one_line
-from dp_compile.engine.plan_sync import COMPILING, Progress, RankStatus, is_of_other_ranks, read_statuses, write_status
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.words import count, ranks_in_words
 from dp_compile.replica.replica import Replica
+from dp_compile.replica.store_channel import (
+    COMPILING,
+    Progress,
+    RankStatus,
+    is_of_other_ranks,
+    read_statuses,
+    write_status,
+)
 
 logger = logging.getLogger("dp_compile.monitor")
 STORE_TIMEOUT_S: Final = 10.0

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from dp_compile.engine.plan_sync import check_consistent_in_call
 from dp_compile.errors import ConfigError, require
 from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.readers import let_readers_wait
@@ -21,6 +20,7 @@ from dp_compile.optim.update import Part, Update, Whole
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replica.replica import Replica
+from dp_compile.replica.store_channel import check_consistent_in_call
 from dp_compile.replica.supported import OPTIMIZER, check_supported
 from dp_compile.replication.module import replica_of
 from dp_compile.replication.selection import refuse_dtensors

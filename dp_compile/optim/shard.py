@@ -27,7 +27,6 @@ from torch import nn
 
 from dp_compile._torch import optim
 from dp_compile._torch.optim import ShardedGradient
-from dp_compile.engine.plan_sync import check_consistent_in_call, is_of_other_ranks
 from dp_compile.engine.ranges import GATHER, UPDATE, during
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
@@ -42,6 +41,7 @@ from dp_compile.replica.gradients import dense_strides
 from dp_compile.replica.record import SHARDED, OptimizerRecord
 from dp_compile.replica.replica import Replica
 from dp_compile.replica.sinks import UpdateRequest
+from dp_compile.replica.store_channel import check_consistent_in_call, is_of_other_ranks
 from dp_compile.replica.supported import SHARD, check_supported
 from dp_compile.replication.gradient_averaging import scatter
 

@@ -6,6 +6,7 @@ other down is not modelled: tensor parallel is mostly inside a node, where a red
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,8 @@ from dp_compile.fx.memory import tensors_in
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
+
+logger = logging.getLogger("dp_compile.estimates")
 
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
@@ -191,3 +194,58 @@ def _work(node: fx.Node, values: Values) -> float:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+# --- the values of a graph that is not traced yet ---------------------------------------------------------------------
+
+
+def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx.Node, Any]:
+    """A fake tensor, or a list of them, for each node of which the inputs of a backward tell it.
+
+    No code of the user's runs: of a function written in Python the engine's check of its outputs tells the shapes.
+    Among the hooks that are given are also meshes, of which AOTAutograd's code makes DTensors.
+    """
+    inputs = dict(zip(("inputs", "sizes", "scalars", "hooks"), given, strict=False))
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad(), dynamo.FakeTensorMode() as mode:
+        for node in graph_module.graph.nodes:
+            try:
+                if node.op == "placeholder":
+                    value = [_fake(mode, each) for each in inputs[node.name]]
+                elif node.op == "get_attr":
+                    value = _fake(mode, operator.attrgetter(node.target)(graph_module))
+                else:
+                    value = _call(node, values)
+            except LookupError:
+                pass
+            except Exception as error:
+                # Fake tensors cannot run the op, for any reason: its output is unknown, and all that follows from it.
+                logger.debug("what %s makes is not known: %s", node, error)
+            else:
+                values[node] = value
+    return values
+
+
+def _fake(mode: Any, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
+    """The engine's check of a gradient adds up what was broadcast, and casts."""
+    if like is None or (isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)):
+        return value
+    return like.make()
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What a call makes, or a `LookupError`: that is not known, or other code would run."""
+    if checked := dynamo.validated_outputs(node):
+        return [_as_checked(values.get(output), like) for output, like in checked]
+    hooked = node.args[1] if node.target is dynamo.call_hook else None
+    if isinstance(hooked, fx.Node) and node.kwargs.get("hook_type") != "unpack_hook":
+        return values[hooked]  # as it mostly is: a hook may give another tensor, of the same shape
+    if node.op != "call_function" or not dynamo.computes_only(node.target):
+        raise LookupError(node.name)
+    assert callable(node.target)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    return node.target(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""One replicated module as data: parameters, group, options, plan, and what becomes of its gradients."""
+"""One replicated module as data, what becomes of its gradients, and how its ranks share plain data over the store."""

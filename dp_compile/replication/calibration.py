@@ -30,19 +30,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
 from dp_compile.config import REMEMBERED, link_source
-from dp_compile.engine.plan_sync import (
-    all_gather_object,
-    broadcast_object,
-    channel_of,
-    check_consistent_in_call,
-    unique_topic,
-)
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Stage
 from dp_compile.replica.group import Group, group_on, resolve_group
 from dp_compile.replica.replica import Replica
+from dp_compile.replica.store_channel import (
+    all_gather_object,
+    broadcast_object,
+    channel_of,
+    check_consistent_in_call,
+    unique_topic,
+)
 
 logger = logging.getLogger("dp_compile.calibration")
 

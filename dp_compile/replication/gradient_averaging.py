@@ -12,7 +12,6 @@ from typing import Any
 from dp_compile.comm_hooks.comm_hook import HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.plan_sync import check_consistent_in_call, propagate_errors
 from dp_compile.errors import require
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.planner import PlanResult, assumed_times, plan_fixed, plan_optimal, plan_per_module
@@ -20,6 +19,7 @@ from dp_compile.plan.reduction import Averaging
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.group import Group
 from dp_compile.replica.replica import PlanState, Replica
+from dp_compile.replica.store_channel import check_consistent_in_call, propagate_errors
 from dp_compile.replica.supported import (
     AVERAGING,
     CALLED_HOOK,

@@ -28,7 +28,7 @@ from dp_compile.config import (
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.monitor import MONITOR
-from dp_compile.engine.plan_sync import Statement, check_consistent_in_call, describe_plan, propagate_errors
+from dp_compile.engine.plan_sync import describe_plan
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replica.gradients import gradient_specs
@@ -36,6 +36,7 @@ from dp_compile.replica.group import Group, group_on, resolve_group
 from dp_compile.replica.module_names import class_name
 from dp_compile.replica.precision import install_precision, make_precision
 from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.store_channel import Statement, check_consistent_in_call, propagate_errors
 from dp_compile.replica.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.replication import selection
 from dp_compile.replication.calibration import remembered_cost

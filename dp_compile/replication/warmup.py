@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile.engine.plan_sync import check_consistent_in_call
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.words import count
 from dp_compile.replica.replica import Replica
+from dp_compile.replica.store_channel import check_consistent_in_call
 from dp_compile.replication.module import inner_module, is_replicated, no_sync, parts_of, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.warmup")

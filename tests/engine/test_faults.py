@@ -23,7 +23,7 @@ from dp_compile._torch import distributed
 from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.engine import monitor
 from dp_compile.engine.monitor import explain
-from dp_compile.engine.plan_sync import Progress, RankStatus
+from dp_compile.replica.store_channel import Progress, RankStatus
 from dp_compile.testing.ranks import Ranks
 
 STEPS = 6

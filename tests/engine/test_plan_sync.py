@@ -16,7 +16,10 @@ from torch import nn
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.engine import plan_sync
-from dp_compile.engine.plan_sync import (
+from dp_compile.errors import CommunicationError, DesyncError
+from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.replica import store_channel
+from dp_compile.replica.store_channel import (
     RankStatus,
     StoreChannel,
     all_gather_object,
@@ -24,8 +27,6 @@ from dp_compile.engine.plan_sync import (
     check_consistent,
     write_status,
 )
-from dp_compile.errors import CommunicationError, DesyncError
-from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.replication.module import replica_of
 
 
@@ -109,7 +110,7 @@ def compile_longer_than_a_collective_may_take(fails):
 
     with (
         mock.patch.object(inductor, "compile_with_aot_eager", compile_slowly),
-        mock.patch.object(plan_sync, "LOOK_EVERY_S", 1.0),
+        mock.patch.object(store_channel, "LOOK_EVERY_S", 1.0),
     ):
         step(torch.compile(model, backend="aot_eager"), torch.full((8, 24), 1.0 + dist.get_rank()))
     grad = next(model.parameters()).grad
@@ -241,8 +242,8 @@ def test_a_rank_that_is_missing(call, rank, text):
 )
 def test_a_rank_that_compiles(monkeypatch, place, beats, bound_s, comes):
     """Rank 0 comes after three times as long as rank 1 waits for a rank that does not compile."""
-    monkeypatch.setattr(plan_sync, "LOOK_EVERY_S", 0.1)
-    monkeypatch.setattr(plan_sync, "COMPILATION_S", bound_s)
+    monkeypatch.setattr(store_channel, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(store_channel, "COMPILATION_S", bound_s)
     store, over = dist.HashStore(), threading.Event()
 
     def compile_and_come():

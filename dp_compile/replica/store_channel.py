@@ -1,0 +1,298 @@
+"""How ranks compare and share plain data over the key-value store of the default process group.
+
+Each wait ends with a time-out, that of the group's collectives. Time in which ranks compile does not count: their
+monitors publish it (`RankStatus`). `check_consistent` and `all_gather_object` are one round: every rank posts, rank 0
+reads all of it and posts one verdict for all, so that all ranks go on or all raise the same error, and the traffic of
+`check_consistent` is linear in the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dp_compile._torch import distributed
+from dp_compile.config import monitor_after_s
+from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
+from dp_compile.plan.words import ranks_in_words
+from dp_compile.replica.group import Group
+from dp_compile.replica.replica import Replica
+
+LOOK_EVERY_S: Final = 2.0
+COMPILATION_S: Final = 1800.0
+"""So much longer than its time-out a wait may take while ranks compile."""
+
+Statement = Mapping[str, Any]
+_meetings: Final[Counter[str]] = Counter()
+
+
+class MissingRankError(DesyncError):
+    """A rank did not come in time: where it is can be asked. Other disagreements say all there is to say."""
+
+
+class LostStoreError(CommunicationError):
+    """The key-value store is gone. So is all that ranks could say."""
+
+
+def is_of_other_ranks(error: BaseException) -> bool:
+    """Whether an error says that other ranks did not come, or cannot be reached."""
+    if isinstance(error, VoidBackwardError):
+        return False
+    return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
+
+
+# --- what each process publishes of itself once a second, in the store of the default process group -------------------
+
+COMPILING: Final = "compiling, "
+_STATUS_KEY: Final = "dp_compile.monitor/{}"
+
+
+class Progress(NamedTuple):
+    """How far one rank is with one module."""
+
+    done: int  # complete synchronised backwards
+    launched: int = -1  # collectives of the one in progress; -1: there is none
+    failed: str = ""  # the error that ended backward `done` + 1
+    gave_up: bool = False  # it only reports that other ranks are not reached
+
+
+class RankStatus(NamedTuple):
+    """What a process publishes: a number that grows, progress by topic, what runs, and whether it has ended."""
+
+    beat: int
+    modules: dict[str, Progress]
+    place: str = ""  # the user's line, after `COMPILING` while torch compiles
+    left: bool = False
+
+
+def write_status(store: distributed.Store, rank: int, status: RankStatus) -> None:
+    store.set(_STATUS_KEY.format(rank), json.dumps(status))
+
+
+def read_statuses(store: distributed.Store, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    """The latest status of each of these ranks that has published one, by rank in the default group."""
+    keys = {rank: _STATUS_KEY.format(rank) for rank in ranks}
+    if not store.check(list(keys.values())):  # to get a key that was never set would block
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    texts = store.multi_get(list(keys.values())) if keys else []
+    found = {rank: RankStatus(*json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+    return {r: each._replace(modules={t: Progress(*of) for t, of in each.modules.items()}) for r, each in found.items()}
+
+
+# --- over the store ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChannel:
+    """Where the ranks of one group meet in the store, with plain JSON data.
+
+    Not `torch.distributed.elastic.utils.store`: `synchronize` does not say which rank is missing, and after an error
+    its `store_timeout` leaves the time-out of the default store changed (torch 2.11 to 2.15).
+
+    `watched`: ranks of the default group. While some of them compile no wait ends: of several modules with groups of
+    their own, who is missing may itself wait for a rank of another group.
+    """
+
+    store: distributed.Store
+    rank: int
+    world_size: int
+    timeout_s: float
+    watched: Sequence[int] = ()
+
+    def post(self, key: str, value: Any) -> None:
+        with self._asking(math.inf):
+            self.store.set(key, json.dumps(value))  # in its order: of a statement the first difference is named
+
+    def read(self, key: str, patience_s: float, absent: str = "") -> Any:
+        """What a rank has posted.
+
+        Raises:
+            MissingRankError: with the text `absent`, it is not there `patience_s` after a rank was last seen compiling.
+            LostStoreError: the store is gone.
+        """
+        beats: dict[int, int] = {}
+        end_s = time.monotonic() + patience_s
+        last_s = end_s + COMPILATION_S
+        while True:
+            look_s = max(0.01, min(LOOK_EVERY_S + len(self.watched) / 16, end_s - time.monotonic()))
+            with contextlib.suppress(MissingRankError), self._asking(look_s):
+                self.store.wait([key], timedelta(seconds=look_s))
+                return json.loads(self.store.get(key))
+            with self._asking(math.inf):
+                statuses = read_statuses(self.store, self.watched) if self.watched else {}
+            compiling = {rank: each.beat for rank, each in statuses.items() if each.place.startswith(COMPILING)}
+            before, beats = beats, compiling
+            if any(before.get(rank, beat) != beat for rank, beat in beats.items()):  # else it may have been killed
+                end_s = min(time.monotonic() + patience_s, last_s)
+            if time.monotonic() >= end_s:
+                raise MissingRankError(absent)
+
+    @contextlib.contextmanager
+    def _asking(self, patience_s: float) -> Iterator[None]:
+        """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
+        started_s = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started_s
+            if isinstance(error, dist.DistNetworkError) or waited_s < patience_s / 2:
+                raise LostStoreError(
+                    f"rank {self.rank} of {self.world_size}: the key-value store does not answer after {waited_s:.1f} "
+                    "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
+                    f"first. torch says: {error}"
+                ) from error
+            raise MissingRankError from error
+
+
+def _round(channel: StoreChannel, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> Any:
+    """What rank 0 makes of the values of all ranks, on every rank."""
+    channel.post(f"{topic}/{channel.rank}", value)
+    if channel.rank == 0:
+        stated: dict[int, Any] = {}
+        for rank in range(channel.world_size):
+            # One rank is waited for in full; once one is missing the others get a short look only, so that the
+            # verdict comes before the ranks that wait for it give up.
+            is_complete = len(stated) == rank
+            patience_s = channel.timeout_s if is_complete else min(1.0, channel.timeout_s / (2 * channel.world_size))
+            with contextlib.suppress(MissingRankError):
+                stated[rank] = channel.read(f"{topic}/{rank}", max(0.01, patience_s))
+        missing = [rank for rank in range(channel.world_size) if rank not in stated]
+        named = f"{ranks_in_words(missing)} {'have' if len(missing) > 1 else 'has'}" if missing else ""
+        channel.post(f"{topic}/verdict", [judge(stated), named])
+    verdict, named = channel.read(
+        f"{topic}/verdict",
+        2 * channel.timeout_s,
+        f"{call or topic}: rank 0 did not publish the result of the comparison within {2 * channel.timeout_s:g} s. Is "
+        f"it alive, and does it call {call or 'the same'}, for the same modules in the same order?",
+    )
+    if named:
+        deed = f"called {call}" if call else "reached this synchronisation point"
+        raise MissingRankError(f"{call or topic}: {named} not {deed} after {channel.timeout_s:g} s")
+    return verdict
+
+
+def check_consistent(channel: StoreChannel | None, topic: str, statement: Statement, *, call: str = "") -> None:
+    """Return when every rank has made an equal statement, plain JSON data, on `topic`: once on this channel.
+
+    A key `error` says that this rank cannot go on and why. `call`: the user's that this is a part of, for errors.
+
+    Raises:
+        DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
+            `channel.timeout_s`. The text names the rank and the first difference.
+        LostStoreError: the store is gone, here and in all that follows.
+    """
+    complaints = [] if channel is None else _round(channel, topic, statement, _complaints, call)
+    if complaints:
+        raise DesyncError(f"{call or topic}: {'; '.join(complaints[:4])}")
+
+
+def _complaints(stated: Mapping[int, Statement]) -> list[str]:
+    own, complaints = stated[0], []
+    for rank, other in stated.items():
+        if "error" in other:
+            complaints.append(f"rank {rank} failed: {other['error']}")
+        elif "error" not in own and other != own:
+            complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
+    return complaints
+
+
+def all_gather_object(channel: StoreChannel | None, topic: str, value: Any) -> list[Any]:
+    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `check_consistent`."""
+    if channel is None:
+        return [value]
+    return list(_round(channel, topic, value, lambda stated: list(stated.values()), ""))
+
+
+def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> Any:
+    """The value of rank 0, on every rank, or a `DesyncError`. Rank 0 does not wait for the others."""
+    if channel is None:
+        return value
+    if channel.rank == 0:
+        channel.post(topic, value)
+    absent = f"rank 0 has not decided within {channel.timeout_s:g} s. Is it alive, and does it run the same backwards"
+    return channel.read(topic, channel.timeout_s, f"{topic}: {absent} as this rank?")
+
+
+def first_difference(mine: Any, theirs: Any) -> str:
+    """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
+    here, there = dict(_leaves(mine, "")), dict(_leaves(theirs, ""))
+    for path in here | there:
+        shown = [json.dumps(each[path]) if path in each else "missing" for each in (there, here)]
+        if shown[0] != shown[1]:
+            return f"{path.lstrip('.') or 'the value'} is {shown[0]} there, {shown[1]} on rank 0"
+    return "no difference"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(each, f"{path}.{key}")
+    elif isinstance(value, list):
+        for position, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{position}]")
+    else:
+        yield path, value
+
+
+# --- the ranks of a module --------------------------------------------------------------------------------------------
+
+
+def channel_of(who: Replica | Group, device: torch.device | None = None) -> StoreChannel | None:
+    """Where the ranks of a module or a group meet, with the time-out of its collectives; `None` if there are no others.
+
+    `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
+    """
+    group = who if isinstance(who, Group) else who.group
+    if not group.has_others:
+        return None
+    if device is None:
+        working = distributed.working_device(group.process_group)
+        device = torch.device(working) if isinstance(who, Group) else who.device
+    timeout_s = distributed.timeout_of(group.process_group, device)
+    watched = range(dist.get_world_size()) if monitor_after_s() is not None else ()
+    return StoreChannel(
+        distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s, watched
+    )
+
+
+def unique_topic(who: Replica | Group, about: str) -> str:
+    """A topic that no other `unique_topic` of these ranks has, past or future.
+
+    Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
+    counts back. A rank would then read a value of the time before.
+    """
+    topic = f"dp_compile.{about}/{who.name}" if isinstance(who, Group) else f"{who.module.topic}/{about}"
+    _meetings[topic] += 1
+    return f"{topic}/{_meetings[topic]}"
+
+
+def check_consistent_in_call(who: Replica | Group, statement: Statement, call: str) -> str:
+    """Compare in a call that every rank of a module, or a group, makes in the same order. Returns the topic."""
+    topic = unique_topic(who, call)
+    check_consistent(channel_of(who), topic, statement, call=call)
+    return topic
+
+
+@contextlib.contextmanager
+def propagate_errors(who: Replica | Group | None, call: str) -> Iterator[None]:
+    """An error of any kind inside also reaches the ranks that wait for this one in `check_consistent_in_call`."""
+    try:
+        yield
+    except (DesyncError, LostStoreError):  # the ranks have met, or cannot
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(DesyncError, LostStoreError):
+            if who is not None:
+                check_consistent_in_call(who, {"error": text}, call)
+        raise
