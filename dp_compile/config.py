@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # loading it loads all of FSDP
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
-DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 MONITOR_VARIABLE: Final = "DP_COMPILE_MONITOR_AFTER_S"
 CHECK_VARIABLE: Final = "DP_COMPILE_CHECK_PARAMETERS_EVERY"
 LINK_VARIABLE: Final = "DP_COMPILE_LINK"
@@ -212,11 +211,6 @@ def link_source() -> str:
     text = _variable(LINK_VARIABLE) or REMEMBERED
     require(text in (REMEMBERED, "measured", NOMINAL), LINK_VARIABLE, "remembered, measured or nominal", text)
     return text
-
-
-def dump_directory() -> str | None:
-    """Where to write what becomes of each captured backward; the environment variable says, `None`: nowhere."""
-    return os.environ.get(DUMP_VARIABLE) or None
 
 
 def check_parameters_every() -> int | None:

@@ -27,10 +27,5 @@ def test_one_graph_and_nothing_compiled_twice(seen: testing.SeenBackward) -> Non
     testing.assert_counts(seen, graphs=2, captures=1, recompiles=0)
 
 
-def test_no_gradient_is_copied() -> None:
-    seen = testing.backward_of(TRAINING, link="ethernet-25", ranks=8, backend="inductor")
-    testing.assert_counts(seen, copied_nbytes=0)
-
-
 def test_trains_as_with_ddp(dp_ranks: testing.Ranks) -> None:
     testing.assert_same_training(TRAINING, ranks=dp_ranks, steps=4)

@@ -47,7 +47,7 @@ from dp_compile.passes.result import PassResult
 from dp_compile.passes.updates import PlaceUpdates
 from dp_compile.replica.gradients import lay_out
 from dp_compile.replica.record import CaptureRecord, Placement
-from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.replica import Replica, warn
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -211,8 +211,8 @@ class CompiledBackward:
         logger.debug("compiling a graph of a backward, %d reductions in it", found.total())
         for replica in self._reducing:
             check_not_moved(replica)
-        dump = self._dump(example_inputs) if dumps.are_wanted() else None
-        with during(COMPILE, *self._reducing), dump or _NOTHING, inductor.generated_anew() if dump else _NOTHING:
+        dump = dumps.Dump(self._plans) if dumps.are_wanted() else None
+        with during(COMPILE, *self._reducing), inductor.generated_anew() if dump else _NOTHING:
             if dump is not None:
                 dump.stage(dumps.CAPTURED, graph_module.graph)
             shares = self._memory_of(example_inputs)
@@ -285,16 +285,6 @@ class CompiledBackward:
             placements=placements,
             updated=sum(len(each.indices) for each in self._updates),
         )
-
-    def _dump(self, example_inputs: Sequence[Any]) -> dumps.Dump:
-        """With the names of inputs that are parameters; of several modules, after the number of theirs."""
-        ordinals = zip(self._reducing, self._synced, strict=True) if len(self._plans) > 1 else ()
-        prefixes = {replica: f"{ordinal}:" for replica, ordinal in ordinals}
-        inputs: list[str | None] = []
-        for value in _flat(example_inputs):
-            found = owners.find(value) if isinstance(value, nn.Parameter) else None
-            inputs.append(None if found is None else prefixes.get(found[0], "") + found[0].names[found[1]])
-        return dumps.Dump(self._plans, inputs)
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
         """Compiled code, and what its ops ask for while it runs. `shares`: `_memory_of` its inputs when it was made."""
@@ -384,7 +374,8 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
         if (quiet >= QUIET_BACKWARDS or replica.state.is_warmed_up) and not replica.state.is_dry_run:
-            logger.warning(
+            warn(
+                logger,
                 "synchronised backward %d compiled new code, which added %.1f s to the step; a recompiled forward adds "
                 "more. Causes: a new input size, a new set of used parameters, or a new mode. dp_compile.warmup() with "
                 "such a batch compiles it before training.",

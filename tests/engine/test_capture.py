@@ -1,7 +1,6 @@
 """Which backwards are captured, what is in the graph, its dumps, the way of one gradient. One process, fake group."""
 
 import gc
-import logging
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
 from dp_compile._torch import autograd, compiler, dynamo
-from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine import compile as compilation
 from dp_compile.engine import dumps
 from dp_compile.errors import InvalidGraphError
@@ -134,7 +133,7 @@ def test_obstacles_take_the_eager_way(obstacle, said, caplog):
                 parameter.grad.detach_()  # no view for autograd, though it lies in a bucket
     assert twin.report.backwards == {"captured": 1, "eager hooks": 2}
     (message,) = (each.message for each in caplog.records if each.name.startswith("dp_compile."))
-    assert message.startswith("a backward is not captured, its hooks run eagerly: ")
+    assert message.startswith("rank 0: a backward is not captured, its hooks run eagerly: ")
     assert said in message
 
 
@@ -348,42 +347,37 @@ def test_casts_are_no_frames_of_their_own(frames):
 STAGES = ["captured", "analysed", "bucket-reductions", "schedule-collectives", "to-inductor", "code"]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_given_up(monkeypatch):
-    monkeypatch.setattr(dumps, "_given_up", set())
+@pytest.fixture
+def dumped(monkeypatch):
+    """Texts in torch's structured trace by their name."""
+    found = {}
+    monkeypatch.setattr(dumps.dynamo, "structured_trace_is_on", lambda: True)
+    monkeypatch.setattr(dumps.dynamo, "trace_artifact", lambda name, text: found.update({name: text}))
+    return found
 
 
-def train(directory, backend="aot_eager", **options):
+def train(backend="aot_eager", **options):
     """One step of a small model; replicated."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     dp_compile.replicate(model, config=ReplicateConfig(backend=backend, bucket_cap_mb=0.0003), **options)
-    environment = {} if directory is None else {DUMP_VARIABLE: str(directory)}
-    with mock.patch.dict(os.environ, environment):
-        torch.compile(model, backend="aot_eager")(torch.ones(3, 8)).square().sum().backward()
+    torch.compile(model, backend="aot_eager")(torch.ones(3, 8)).square().sum().backward()
     return model
 
 
-def only_capture(directory):
-    (capture,) = (path.parent for path in directory.rglob("plan.txt"))
-    return capture
+def short(text):
+    return text.partition("\n# As torch prints it\n")[0]
 
 
-def short(path):
-    return path.read_text().partition("\n# As torch prints it\n")[0]
-
-
-def test_the_files_of_a_backward(tmp_path):
-    model = train(tmp_path)
-    capture = only_capture(tmp_path)
-    assert capture == tmp_path / "rank0" / "capture0"
-    stages = [f"{number}-{stage}.txt" for number, stage in enumerate(STAGES)]
-    assert sorted(path.name for path in capture.iterdir()) == sorted([*stages, "plan.txt"])
-    assert (capture / "plan.txt").read_text() == f"{dp_compile.report(model).plan}\n"
-    _, _, whole = (capture / "1-analysed.txt").read_text().partition("# As torch prints it\n")
+def test_the_stages_of_a_backward(dumped):
+    model = train()
+    names = [f"dp_compile-{number}-{stage}" for number, stage in enumerate(STAGES)]
+    assert list(dumped) == ["dp_compile-plan", *names]
+    assert dumped["dp_compile-plan"] == f"{dp_compile.report(model).plan}\n"
+    _, _, whole = dumped["dp_compile-1-analysed"].partition("# As torch prints it\n")
     assert "torch.ops.dp_compile.reduce_grad" in whole
-    assert "all_reduce" in (capture / "5-code.txt").read_text()
+    assert "all_reduce" in dumped["dp_compile-5-code"]
 
 
 def test_tlparse_shows_the_stages_under_our_names(tmp_path):
@@ -397,40 +391,40 @@ def test_tlparse_shows_the_stages_under_our_names(tmp_path):
     for number, stage in enumerate(STAGES):
         assert f"dp_compile-{number}-{stage}" in index
     (shown,) = (tmp_path / "out").rglob("dp_compile-3-schedule-collectives*")
-    assert ">> launch 0 = all_reduce(bucket 0, sum, 0)" in shown.read_text()
+    assert ">> launch 0 = all_reduce(bucket 0, sum)" in shown.read_text()
 
 
-def test_a_second_run_is_dumped_as_the_first(tmp_path):
+def test_a_second_run_is_dumped_as_the_first(dumped, monkeypatch):
     """The compiler has all of it in its caches and makes it again; afterwards it uses them as before."""
     settings = torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
     with fresh_cache():
-        for directory in (None, tmp_path / "0", tmp_path / "1", None):
-            model = train(directory, "inductor")
-    for number in range(2):
-        capture = only_capture(tmp_path / str(number))
-        assert [path.stem.partition("-")[2] for path in sorted(capture.glob("[0-9]*.txt"))] == STAGES
-        assert short(capture / "3-schedule-collectives.txt").count("all_reduce(") == 2
-        assert short(capture / "4-to-inductor.txt").count("all_reduce_(") == 2  # Inductor's own last change
-        assert not (capture / "notes.txt").exists()
-        code = (capture / "5-code.txt").read_text()
-        assert "async_compile" in code
-        assert code.count("all_reduce_.default(") == 2
+        for is_on in (False, True, True, False):
+            monkeypatch.setattr(dumps.dynamo, "structured_trace_is_on", lambda is_on=is_on: is_on)
+            dumped.clear()
+            model = train("inductor")
+            if is_on:
+                assert [name.partition("-")[2].partition("-")[2] for name in dumped][1:] == STAGES
+                assert short(dumped["dp_compile-3-schedule-collectives"]).count("all_reduce(") == 2
+                assert (
+                    short(dumped["dp_compile-4-to-inductor"]).count("all_reduce_(") == 2
+                )  # Inductor's own last change
+                code = dumped["dp_compile-5-code"]
+                assert "async_compile" in code
+                assert code.count("all_reduce_.default(") == 2
+    assert not dumped
     assert (torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache) == settings
     (record,) = dp_compile.report(model).captures
     assert record.collectives == 2
 
 
-def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, caplog):
-    (tmp_path / "file").write_text("in the way")
-    with caplog.at_level(logging.WARNING, "dp_compile"):
-        models = [train(directory) for directory in (tmp_path / "file", tmp_path / "file", None)]
-    (record,) = caplog.records
-    assert record.name == "dp_compile.dumps"
-    assert "Training goes on" in record.getMessage()
+def test_a_graph_that_cannot_be_printed_stops_no_training(dumped, monkeypatch):
+    monkeypatch.setattr(dumps, "outline", mock.Mock(side_effect=ValueError("no text")))
+    dumping = train()
+    assert dumped["dp_compile-1-analysed"] == "ValueError: no text\n"
+    monkeypatch.setattr(dumps.dynamo, "structured_trace_is_on", lambda: False)
     assert not dumps.are_wanted()
-    for first, second, plain in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(first.grad, plain.grad)
-        assert torch.equal(second.grad, plain.grad)
+    for mine, other in zip(dumping.parameters(), train().parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
 
 
 @dataclass(frozen=True)
@@ -445,13 +439,11 @@ class Breaks:
         return PassResult()
 
 
-def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path):
+def test_a_pass_that_fails_leaves_its_graph_to_look_at(dumped):
     with mock.patch.object(compilation, "DEFAULT_PASSES", (Breaks(),)), pytest.raises(InvalidGraphError):
-        train(tmp_path)
-    capture = only_capture(tmp_path)
-    assert sorted(path.stem for path in capture.glob("[0-9]*.txt")) == ["0-captured", "1-analysed", "2-breaks"]
-    assert "return 1 tensor" in (capture / "2-breaks.txt").read_text()
-    assert "InvalidGraphError" in (capture / "notes.txt").read_text()
+        train()
+    assert list(dumped)[1:] == ["dp_compile-0-captured", "dp_compile-1-analysed", "dp_compile-2-breaks"]
+    assert "return 1 tensor" in dumped["dp_compile-2-breaks"]
 
 
 ROOT = Path(dp_compile.__file__).parent

@@ -17,7 +17,6 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, is_collective, is_wait
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
 from dp_compile.passes.crossing import LEAVE, WAIT_FOR_PARAMETERS, CompleteBeforeUse, DeferReductions
-from dp_compile.passes.graph_names import node_names
 from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassResult
@@ -234,15 +233,6 @@ def two_level_layers(number, backend):
         return [*reduced, grad.exp()]
 
     return grads, trace(backward, *(torch.randn(4, 4) for _ in range(2 * number + 1)))
-
-
-def test_the_stages_of_a_bucket():
-    grad = Grad(index=0, shape=(3,), levels=LEVELS)
-    module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
-    names = node_names(module.graph, [plan_for([grad])], ["a"])
-    assert [names[node] for node in module.graph.nodes if is_collective(node) or is_wait(node)] == [
-        "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
-    ]  # fmt: skip
 
 
 def told(graph):

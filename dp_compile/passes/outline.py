@@ -1,0 +1,65 @@
+"""A plan and a graph as short text, without names that a tracer numbers: it changes only where they do.
+
+       ... 37 nodes                                                       what is between the lines
+       bucket 0 = 2 gradients: 2.bias .. 2.weight: float32[96]
+    >> launch 0 = all_reduce(bucket 0, sum): float32[96]                  a collective starts
+    << wait 0: float32[96]                                                its result is waited for
+       return 2 tensors
+
+With several modules in one backward a bucket's number is `replica.bucket` for those after the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.fx.edit import provenance_of
+from dp_compile.fx.text import last_name, type_text
+from dp_compile.passes.reduction import FLAT_BUCKET
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
+from dp_compile.plan.words import count
+
+
+def outline(graph: fx.Graph, plans: Sequence[BucketPlan]) -> str:
+    """A line for each bucket, collective and wait. Values are in the meta data of nodes, ATen's or Dynamo's."""
+    lines, between = [], 0
+    for node in graph.nodes:
+        provenance, what = provenance_of(node), type_text(node.meta.get("val", node.meta.get("example_value")))
+        line = f"{_name(node)}: {what}"
+        if node.op == "output":
+            line = f"   return {count(len(node.all_input_nodes), 'tensor')}"
+        elif is_wait(node):
+            line = f"<< {line}"
+        elif is_collective(node):
+            given = [_name(each) for each in node.all_input_nodes]
+            given += [each for each in node.args[1:2] if isinstance(each, str)]
+            line = f">> {_name(node)} = {last_name(node)}({', '.join(given)}): {what}"
+        elif node.target is FLAT_BUCKET and provenance is not None:
+            replica, number = map(int, provenance.unit.split("."))
+            line = f"   {_name(node)} = {span(plans[replica].buckets[number])}: {what}"
+        else:
+            between += node.op != "placeholder"
+            continue
+        lines += [f"   ... {count(between, 'node')}", line] if between else [line]
+        between = 0
+    return "\n".join(lines) + "\n"
+
+
+def _name(node: fx.Node) -> str:
+    """What a node is called in the text: `launch 0`, `wait 0`, `bucket 0`; another one by its op."""
+    kind = "launch" if is_collective(node) else "wait" if is_wait(node) else "bucket"
+    if kind == "bucket" and node.target is not FLAT_BUCKET:
+        return "input" if node.op == "placeholder" else last_name(node)
+    provenance = provenance_of(node)
+    return f"{kind} {'of the model' if provenance is None else provenance.unit.removeprefix('0.')}"
+
+
+def span(bucket: Bucket) -> str:
+    """The first and the last gradient of a bucket: `3 gradients: 2.bias .. 0.weight + flags`."""
+    labels = [member.gradient.name for member in bucket.members if member.gradient.name != UNUSED_FLAGS]
+    ends = dict.fromkeys((labels[0], labels[-1])) if labels else []
+    flags = ["flags"] if len(labels) < len(bucket.members) else []
+    return f"{count(len(labels), 'gradient')}: {' + '.join([' .. '.join(ends), *flags])}"
