@@ -40,7 +40,6 @@ with named():
     _get_default_group, _world = _c10d._get_default_group, _c10d._world
     _abort_process_group, _set_pg_timeout = _c10d._abort_process_group, _c10d._set_pg_timeout
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
-    _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
 
 _BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _SENT: Final = frozenset(
@@ -213,15 +212,23 @@ def is_reduced_by_torch(module: nn.Module) -> bool:
     return isinstance(module, TorchDDP) or "replicate" in composable_apis(module)
 
 
+def ranks_of_torch_ddp(module: Any) -> int:
+    """Over how many ranks torch's own DDP averages; `replicate` of torch makes its DDP in the first forward."""
+    if not isinstance(module, TorchDDP):
+        from torch.distributed._composable.replicate import replicate
+
+        state = replicate.state(module)
+        given, module = state._init_kwargs, getattr(state, "_ddp", None)
+    if module is not None:
+        return dist.get_world_size(module.process_group)
+    mesh = given.get("device_mesh")
+    return dist.get_world_size(given.get("process_group")) if mesh is None else int(mesh.size())
+
+
 def is_hook_of_fully_shard(hook: object) -> bool:
     """Whether an autograd hook belongs to a module that `fully_shard` manages."""
     kind = loaded("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     return kind is not None and isinstance(getattr(hook, "__self__", None), kind)
-
-
-def register_comm_hook(ddp: TorchDDP, hook: Callable[..., Any]) -> None:
-    """Let a hook reduce for torch's DDP, which itself refuses bfloat16 with gloo."""
-    _register_comm_hook(ddp.reducer, None, hook)
 
 
 @contextlib.contextmanager

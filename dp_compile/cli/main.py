@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from dp_compile import bench
 from dp_compile.errors import ConfigError, DPCompileError, require, require_integer
 from dp_compile.plan.cost import LINKS
-from dp_compile.plan.words import count
+from dp_compile.plan.words import count, in_columns, table
 
 if TYPE_CHECKING:
     from dp_compile.insight.step import Step
@@ -77,8 +76,8 @@ def _add_train(add: Add) -> None:
         description="Train a small GPT on the source of Python's standard library, data parallel.",
         epilog="""\
 Without torchrun it starts two processes on this machine, which take about two
-minutes on two cores. Bytes are tokens, losses are in nats per byte, and every
-tenth file is held out. Step times leave out two steps, which compile.
+minutes on two cores. Bytes are tokens, losses are in nats per byte, of rank 0.
+Step times leave out two steps, which compile.
 """,
     )
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
@@ -86,10 +85,6 @@ tenth file is held out. Step times leave out two steps, which compile.
     parser.add_argument("--steps", type=int, metavar="N", help="(300, with --check 25)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, at least 2)")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="close buckets at this size, do not plan")
-    parser.add_argument(
-        "--mp", choices=("bf16", "fp16"), help="compute and reduce in this dtype, parameters stay float32"
-    )
-    parser.add_argument("--comm-hook", choices=("bf16", "fp16", "int8", "fp8"), help="send gradients in this dtype")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -108,23 +103,22 @@ def _train(args: argparse.Namespace) -> int:
     return job.launch(args)
 
 
-def _add_step(parser: Any, *, profile: bool = True) -> None:
+def _add_step(parser: Any) -> None:
     parser.add_argument("step", metavar="STEP.json")
-    if profile:
-        text = "a torch.profiler trace of steps under this plan; .gz too"
-        parser.add_argument("--profile", metavar="TRACE", help=text)
+    text = "a torch.profiler trace of steps under this plan; .gz too"
+    parser.add_argument("--profile", metavar="TRACE", help=text)
 
 
-def _read_step(path: str, profile: str | None = None) -> Step:
-    """A file that `Step.to_json` wrote; `profile`: a trace of `torch.profiler` with measured times of it."""
+def _read_step(args: argparse.Namespace) -> Step:
+    """The step of a file, with the measured times of a trace if one is given."""
     from dp_compile.insight.profile import with_profile
     from dp_compile.insight.step import Step
 
     try:
-        step = Step.from_json(Path(path).read_text(encoding="utf-8"))
+        step = Step.from_json(Path(args.step).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    return step if profile is None else with_profile(step, profile)
+        raise ConfigError(f"{args.step}: {getattr(error, 'strerror', None) or error}") from error
+    return step if args.profile is None else with_profile(step, args.profile)
 
 
 def _add_explain(add: Add) -> None:
@@ -147,9 +141,9 @@ A step file is written by dp-compile train --save-step step.json, or by
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from dp_compile.insight.explain import explanation_of
+    from dp_compile.insight.explain import Explanation
 
-    print(explanation_of(_read_step(args.step, args.profile)).text(verbose=args.buckets))
+    print(Explanation(_read_step(args)).text(verbose=args.buckets))
     return 0
 
 
@@ -177,7 +171,7 @@ def _timeline(args: argparse.Namespace) -> int:
         require(path.resolve() != Path(args.step).resolve(), "-o", "another file than the step", str(path))
     from dp_compile.insight.timeline import timeline_picture, timeline_trace
 
-    step = _read_step(args.step, args.profile)
+    step = _read_step(args)
     for path in args.output:
         text = timeline_picture(step) if path.suffix == ".svg" else json.dumps(timeline_trace(step))
         try:
@@ -205,7 +199,7 @@ dtypes  bfloat16, float16, float32
 Nothing is run. Buckets are planned for each row if the step's were.
 """,
     )
-    _add_step(parser, profile=False)
+    _add_step(parser)
     parser.add_argument("--ranks", metavar="N,..", type=whole_numbers, default=[None], help="numbers of ranks")
     text = "every hop between ranks is such a link"
     parser.add_argument("--link", metavar="NAME,..", type=words, default=[None], help=text)
@@ -225,23 +219,17 @@ def _predict(args: argparse.Namespace) -> int:
     from dp_compile.insight.predict import predict
     from dp_compile.insight.step import format_ms
 
-    step = _read_step(args.step)
-    rows = [
-        predict(step, ranks=ranks, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
-        for ranks, link, dtype in itertools.product(args.ranks, args.link, args.dtype)
-    ]
+    step, rows = _read_step(args), []
     cells = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]]
-    for row in rows:
-        times = map(format_ms, (row.backward_s, row.exposed_s, row.end_s, row.bound_s))
-        cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(row.buckets), *times])
-    least = min(rows, key=lambda row: row.exposed_s)
-    where = ", ".join(filter(None, (count(least.ranks, "rank"), least.link, least.dtype)))
-    what = "Least exposed" if len(rows) > 1 else "Predicted, exposed"
-    print(f"{what}: {format_ms(least.exposed_s)} of {format_ms(least.end_s)}, {where}\n")
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print("", *(textwrap.fill(each, 80) for each in dict.fromkeys(row.basis for row in rows)), sep="\n")
+    for ranks, link, dtype in itertools.product(args.ranks, args.link, args.dtype):
+        made = predict(step, ranks=ranks, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
+        times = map(format_ms, (made.backward_s, made.exposed_s, made.end_s, made.bound_s))
+        cells.append([f"{made.world_size:,}", link or "-", dtype or "-", str(len(made.plan.buckets)), *times])
+        where = ", ".join(filter(None, (count(made.world_size, "rank"), link, dtype)))
+        basis = f"link: {made.cost_source}; backward: {made.ready.basis}"
+        rows.append((made.exposed_s, f"{format_ms(made.exposed_s)} of {format_ms(made.end_s)}, {where}\n", basis))
+    print(f"{'Least exposed' if len(rows) > 1 else 'Predicted, exposed'}: {min(rows)[1]}")
+    print(*table(cells, left=[1, 2]), "", *dict.fromkeys(in_columns(basis) for *_, basis in rows), sep="\n")
     return 0
 
 

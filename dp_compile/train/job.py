@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import os
 import platform
 import sysconfig
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +21,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,20 +34,14 @@ from dp_compile.train.gpt import GPT, GPTConfig
 HEAD_WIDTH: Final = 32
 CONTEXT: Final = 128
 BATCH_SIZE: Final = 8  # sequences per rank
-EVALUATE_EVERY: Final = 100
-HELD_OUT_WINDOWS: Final = 128
+SHOW_EVERY: Final = 100
 COMPILE_STEPS: Final = 2  # left out of step times: the first compiles, the second may recompile
 MEASURED_STEPS: Final = 10
 LONGEST_S: Final = 7 * 24 * 3600.0
 
-DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-TORCH_HOOKS: Final = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOLERANCE: Final = 1e-4
-TOLERANCES: Final = {"bf16": 5e-3, "fp16": 1e-3, "int8": 5e-3, "fp8": 8e-3}
-"""Largest difference of a parameter that passes `--check`, by comm hook. Measured over 25 steps on 2 ranks: without one
-2e-7, compiled code sums in another order; 9.7e-4 in bf16, 1.1e-4 in fp16, and compared with torch's average in float32
-7.1e-4 in int8, 4.0e-3 in fp8. One bias whose gradient is not averaged makes 1e-2."""
+"""Largest difference of a parameter that passes `--check`. Over 25 steps on 2 ranks it was 2e-7: compiled code sums in
+another order. One bias whose gradient is not averaged makes 1e-2."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, both `int64[batch, CONTEXT]`; the targets are the inputs one token later."""
@@ -59,12 +50,10 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def launch(options: argparse.Namespace) -> int:
     """Run the job as one rank under torchrun, else start its ranks on this machine. Returns the exit status."""
     require(options.width % HEAD_WIDTH == 0, "--width", f"a multiple of {HEAD_WIDTH}", options.width)
-    for other, given in {"--check": options.check, "--comm-hook": options.comm_hook}.items():
-        require(options.mp is None or not given, "--mp", f"without {other}", options.mp)
     has_room = options.save_step is None or Path(options.save_step).absolute().parent.is_dir()
     require(has_room, "--save-step", "a file in a directory that exists", options.save_step)
-    ours = replicate_config(options).uses_python_hook()
-    require(ours, HOOK_VARIABLE, "unset: torch's DDP has no report", os.environ.get(HOOK_VARIABLE))
+    config = dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb)
+    require(config.uses_python_hook(), HOOK_VARIABLE, "unset: torch's DDP has no report", os.environ.get(HOOK_VARIABLE))
     options.steps = options.steps or (25 if options.check else 300)
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -110,19 +99,13 @@ def train(options: argparse.Namespace) -> bool:
     sizes = GPTConfig(context=CONTEXT, width=options.width, layers=options.layers, heads=heads)
     model: Any = GPT(sizes).to(device)
     twin = copy.deepcopy(model)
-    dp_compile.replicate(model, config=replicate_config(options))
-    if options.comm_hook in QUANTIZED:
-        quantized = dp_compile.QuantizedHook(QUANTIZED[options.comm_hook])
-        model.register_comm_hook(dp_compile.HookState(), quantized)
-    elif options.comm_hook is not None:
-        model.register_comm_hook(None, TORCH_HOOKS[options.comm_hook])
-    texts = tuple(each.to(device) for each in load_corpus())
+    dp_compile.replicate(model, bucket_cap_mb=options.bucket_cap_mb)
+    text = load_corpus().to(device)
     say(f"model  GPT, {options.layers} layers, {sum(map(torch.numel, twin.parameters())):,} values")
-    say(f"data   standard library of Python {platform.python_version()}, {len(texts[0]) / 1e6:.1f} MB to train on")
+    say(f"data   standard library of Python {platform.python_version()}, {len(text) / 1e6:.1f} MB")
     say(f"ranks  {dist.get_world_size()} on {device.type} ({distributed.backend_of(None, device.type)})\n")
-    _steps(options, model, twin if options.check else None, *texts)
-    lines = [textwrap.wrap(line, 80, subsequent_indent="      ") for line in str(dp_compile.report(model)).splitlines()]
-    say("\n".join(["", *itertools.chain(*lines)]))
+    _steps(options, model, twin if options.check else None, text)
+    say(f"\n{dp_compile.report(model)}")
     if options.save_step is not None and dist.get_rank() == 0:
         Path(options.save_step).write_text(dp_compile.step_of(model).to_json())
         say(f"written to {options.save_step}; next: dp-compile explain {options.save_step}")
@@ -131,41 +114,28 @@ def train(options: argparse.Namespace) -> bool:
     return passed
 
 
-def _steps(
-    options: argparse.Namespace, model: nn.Module, twin: nn.Module | None, text: torch.Tensor, held_out: torch.Tensor
-) -> None:
+def _steps(options: argparse.Namespace, model: nn.Module, twin: nn.Module | None, text: torch.Tensor) -> None:
     compiled, optimizer = torch.compile(model), make_optimizer(model, options)
     if twin is not None:
         ddp, their_optimizer = DistributedDataParallel(twin), make_optimizer(twin, options)
-        if options.comm_hook in TORCH_HOOKS:
-            distributed.register_comm_hook(ddp, TORCH_HOOKS[options.comm_hook])
-    say(f"step {0:>5}  held-out loss {evaluate(model, held_out):.3f}\n{'':10}  compiling ...")
+    say("compiling ...")
     seconds = 0.0
     with ExitStack() as measuring:
         for step, batch in zip(range(1, options.steps + 1), batches(text), strict=False):
             if options.save_step is not None and step == max(COMPILE_STEPS, options.steps - MEASURED_STEPS) + 1:
                 measuring.enter_context(dp_compile.measure(model))
             begin = time.perf_counter()
-            train_step(compiled, optimizer, batch)
+            loss = train_step(compiled, optimizer, batch)
             seconds += time.perf_counter() - begin
             if twin is not None:
                 train_step(ddp, their_optimizer, batch)
             if step == COMPILE_STEPS:
-                say(f"step {step:>5}  compiled: the first {step} steps took {seconds:.1f} s")
+                say(f"step {step:>5}  loss {loss:.3f}  compiled: the first {step} steps took {seconds:.1f} s")
                 seconds = 0.0
-            if step % EVALUATE_EVERY == 0 or step == options.steps:
+            if step % SHOW_EVERY == 0 or step == options.steps:
                 step_s, tokens = seconds / max(1, step - COMPILE_STEPS), BATCH_SIZE * CONTEXT * dist.get_world_size()
                 rate = f"  {step_s * 1e3:.1f} ms/step, {tokens / step_s:,.0f} tokens/s" if step > COMPILE_STEPS else ""
-                say(f"step {step:>5}  held-out loss {evaluate(model, held_out):.3f}{rate}")
-
-
-def replicate_config(options: argparse.Namespace) -> dp_compile.ReplicateConfig:
-    policy = None
-    if options.mp is not None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy  # it loads all of FSDP
-
-        policy = MixedPrecisionPolicy(DTYPES[options.mp], output_dtype=torch.float32)
-    return dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb, mp_policy=policy)
+                say(f"step {step:>5}  loss {loss:.3f}{rate}")
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
@@ -175,29 +145,15 @@ def make_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """One step, as a user writes it."""
+def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    """One step, as a user writes it. Returns the loss of this rank's batch."""
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    loss.item()  # waits for an accelerator, so that steps can be timed
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, text: torch.Tensor) -> float:
-    """Loss on the same windows of held-out text each time, over all ranks, in nats per byte."""
-    rank, ranks, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
-    starts = torch.linspace(0, len(text) - CONTEXT - 1, max(HELD_OUT_WINDOWS, ranks), dtype=torch.float64).long()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for part in starts[rank::ranks].split(BATCH_SIZE):
-        inputs, targets = windows(text, part)
-        # The module, not its compiled form: no second compilation for a few forwards.
-        losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
-        total += torch.tensor([losses.item(), targets.numel()], device=device)
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
+    value: float = loss.item()  # waits for an accelerator, so that steps can be timed
+    return value
 
 
 def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> bool:
@@ -206,14 +162,14 @@ def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> b
     differences = torch.stack([(mine[name].detach() - theirs[name].detach()).abs().max() for name in mine])
     differences.nan_to_num_(nan=torch.inf)  # gloo's maximum drops NaN
     dist.all_reduce(differences, op=dist.ReduceOp.MAX)  # ranks differ only if a reduction was wrong
-    largest, tolerance = float(differences.max()), TOLERANCES.get(options.comm_hook, TOLERANCE)
+    largest = float(differences.max())
+    verdict = "passed" if largest <= TOLERANCE else "FAILED"
     say(
-        f"\ncheck {'passed' if largest <= tolerance else 'FAILED'}: parameters after {options.steps} steps, beside "
-        f"those of torch's DDP\n"
+        f"\ncheck {verdict}: parameters after {options.steps} steps, compared with those of torch's DDP\n"
         f"  largest difference  {largest:.1e}  in {list(mine)[int(differences.argmax())]}\n"
-        f"  tolerance           {tolerance:.1e}"
+        f"  tolerance           {TOLERANCE:.1e}"
     )
-    return largest <= tolerance
+    return largest <= TOLERANCE
 
 
 def say(text: str) -> None:
@@ -224,21 +180,14 @@ def say(text: str) -> None:
 _SKIPPED: Final = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 
 
-def load_corpus() -> tuple[torch.Tensor, ...]:
-    """Training and held-out text as `uint8[bytes]`, split by file: the source of Python's standard library."""
+def load_corpus() -> torch.Tensor:
+    """The source of Python's standard library as `uint8[bytes]`."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (each for each in root.rglob("*.py") if not _SKIPPED.intersection(each.relative_to(root).parts))
-    texts = [each.read_bytes() for each in sorted(found)]  # in the same order on every rank
-    held_out = b"".join(texts[9::10])
-    if len(held_out) <= CONTEXT:
-        raise ConfigError(f"found {len(texts)} Python files under {root}: too few. Install Python with its source.")
-    del texts[9::10]
-    return tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (b"".join(texts), held_out))
-
-
-def windows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
-    tokens = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    text = bytearray().join(each.read_bytes() for each in sorted(found))  # in the same order on every rank
+    if len(text) <= CONTEXT:
+        raise ConfigError(f"found no Python files under {root}. Install Python with its source.")
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def batches(text: torch.Tensor) -> Iterator[Batch]:
@@ -246,4 +195,5 @@ def batches(text: torch.Tensor) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(len(text) - CONTEXT, (dist.get_world_size(), BATCH_SIZE), generator=generator)
-        yield windows(text, starts[dist.get_rank()])
+        tokens = text[starts[dist.get_rank(), :, None] + torch.arange(CONTEXT + 1)].long()
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -26,7 +26,6 @@ TINY = ("--layers", "1", "--width", "32")
         (("--ranks", "0"), {}, "--ranks must be an integer >= 1, got 0"),
         (("--width", "130"), {}, "--width must be a multiple of 32, got 130"),
         (("--bucket-cap-mb", "0"), {}, "bucket_cap_mb must be"),
-        (("--mp", "bf16", "--comm-hook", "int8"), {}, "--mp must be without --comm-hook, got 'bf16'"),
         (("--save-step", "/no/such/place/step.json"), {}, "--save-step must be a file in a directory that exists"),
         ((), {"DP_COMPILE_DDP_PYTHON_HOOK": "0"}, "DP_COMPILE_DDP_PYTHON_HOOK must be unset"),
         (("--ranks", "2"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "--ranks must be the 4 of torchrun"),
@@ -61,9 +60,9 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path):
     of_torch = ("No CUDA runtime is found", "SyncActivityProfilerHandler.cpp", "DeviceProperties.cpp")
     of_torch += ("torch/profiler/profiler.py", "_warn_once(")  # of 2.11, of its own default
     assert [line for line in err.splitlines() if line and not any(each in line for each in of_torch)] == []
-    losses = [float(each) for each in re.findall(r"held-out loss ([\d.]+)", out)]
+    losses = [float(each) for each in re.findall(r"  loss ([\d.]+)", out)]
     assert losses[-1] < losses[0] - 0.5
-    assert re.search(r"^step    22  held-out loss \S+  \S+ ms/step, \S+ tokens/s$", out, re.MULTILINE)
+    assert re.search(r"^step    22  loss \S+  \S+ ms/step, \S+ tokens/s$", out, re.MULTILINE)
     assert "2 on cpu (gloo)" in out
     assert "mode: python hooks, 2 ranks, backwards: 22 captured" in out
     assert re.search(r"^plan: 3 buckets, 16 gradients", out, re.MULTILINE), out
@@ -83,7 +82,7 @@ def children(parent):
 @pytest.mark.parametrize("ends", ["a rank is killed", pytest.param("Ctrl-C", marks=pytest.mark.nightly)])
 def test_an_end_of_one_is_the_end_of_all(ends, tmp_path):
     process = start("--steps", "100000", TMPDIR=str(tmp_path))
-    assert any(line.startswith("step     0") for line in process.stdout)
+    assert any(line.startswith("compiling") for line in process.stdout)
     ranks = children(process.pid)
     if ends == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)
