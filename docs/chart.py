@@ -21,24 +21,20 @@ from dp_compile.bench.modes import Loop
 from dp_compile.bench.results import Ratio, load, ratios
 
 
-class FSDP2Replicate(Mode):
+def _fsdp2_replicate(workload: Workload) -> Trainer:
     """FSDP2's `replicate` of each block and of the whole, each block compiled."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    name = "fsdp2_replicate"
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
 
-    def prepare(self, workload: Workload) -> Trainer:
-        from torch.distributed._composable.replicate_with_fsdp import replicate
+    def wrap(model: nn.Module) -> nn.Module:
+        for blocks in (each for each in model.modules() if isinstance(each, nn.ModuleList)):
+            for block in blocks:
+                block.compile()
+                replicate(block, mesh=mesh)
+        return replicate(model, mesh=mesh)
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
-
-        def wrap(model: nn.Module) -> nn.Module:
-            for blocks in (each for each in model.modules() if isinstance(each, nn.ModuleList)):
-                for block in blocks:
-                    block.compile()
-                    replicate(block, mesh=mesh)
-            return replicate(model, mesh=mesh)
-
-        return _OfDTensors(workload, wrap)
+    return _OfDTensors(workload, wrap)
 
 
 class _OfDTensors(Loop):
@@ -49,7 +45,7 @@ class _OfDTensors(Loop):
 
 def fsdp2_replicate() -> Mode:
     """The mode `chart:fsdp2_replicate` of `chart.toml`."""
-    return FSDP2Replicate()
+    return Mode("fsdp2_replicate", _fsdp2_replicate)
 
 
 NAMES = {

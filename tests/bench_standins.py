@@ -1,8 +1,6 @@
 """Small workloads and modes for the tests of the benchmark, named in suites as `bench_standins:function`."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -58,27 +56,17 @@ class HangsInAStep(Averaged):
             time.sleep(1000)
 
 
-@dataclass(frozen=True)
-class OneMode(Mode):
-    name: str
-    trainer: Callable[[Workload], Trainer]
-    is_bound: bool = False
-
-    def prepare(self, workload):
-        return self.trainer(workload)
-
-
 def oracle():
-    return OneMode("oracle", Unaveraged, is_bound=True)
+    return Mode("oracle", Unaveraged, is_bound=True)
 
 
 def averaged():
-    return OneMode("averaged", Averaged)
+    return Mode("averaged", Averaged)
 
 
 def unaveraged():
-    return OneMode("unaveraged", Unaveraged)
+    return Mode("unaveraged", Unaveraged)
 
 
 def hangs():
-    return OneMode("hangs", HangsInAStep)
+    return Mode("hangs", HangsInAStep)

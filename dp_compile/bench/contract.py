@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -22,26 +23,19 @@ PROBE_LR: Final = 64.0
 LARGE_EPS: Final = 1e4
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """An optimizer: its class, and options of its constructor except the learning rate.
+class Rule(NamedTuple):
+    """What makes an optimizer of parameters, and options with which a step is plain.
 
-    With the options `plain` a step moves parameters by `PROBE_LR` times their gradient, to a part in 1e4 of it.
+    A plain step moves parameters by `PROBE_LR` times their gradient, to a part in 1e4 of it.
     """
 
-    kind: type[torch.optim.Optimizer]
-    options: Mapping[str, Any]
+    optimizer: Callable[..., torch.optim.Optimizer]
     plain: Mapping[str, Any]
 
-    def optimizer(self, parameters: Iterable[torch.Tensor], **changes: Any) -> torch.optim.Optimizer:
-        """`changes` replace options, or give the learning rate `lr`."""
-        make: Callable[..., torch.optim.Optimizer] = self.kind
-        return make(parameters, **{**self.options, **changes})
 
-
-SGD: Final = Rule(torch.optim.SGD, {"momentum": 0.9}, {"lr": PROBE_LR, "momentum": 0.0})
+SGD: Final = Rule(partial(torch.optim.SGD, momentum=0.9), {"lr": PROBE_LR, "momentum": 0.0})
 _PLAIN_ADAMW: Final = {"lr": PROBE_LR * LARGE_EPS, "eps": LARGE_EPS, "betas": (0.0, 0.0), "weight_decay": 0.0}
-ADAMW: Final = Rule(torch.optim.AdamW, {"fused": True}, _PLAIN_ADAMW)
+ADAMW: Final = Rule(partial(torch.optim.AdamW, fused=True), _PLAIN_ADAMW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +82,19 @@ class Trainer:
         return {}
 
 
-class Mode(ABC):
-    """A way to train data parallel, or a bound (`is_bound`): gradients of a bound are not compared."""
+class Mode(NamedTuple):
+    """A way to train data parallel, or a bound (`is_bound`): gradients of a bound are not compared.
+
+    `prepare` builds a workload's model and what reduces its gradients; the default process group exists. If it has an
+    argument `cap_mb`, that can be given in the mode's name.
+    """
 
     name: str
-    is_bound = False
+    prepare: Callable[..., Trainer]
+    is_bound: bool = False
 
-    @abstractmethod
-    def prepare(self, workload: Workload) -> Trainer:
-        """Build the workload's model and what reduces its gradients. The default process group exists."""
+    def takes(self, option: str) -> bool:
+        return option in inspect.signature(self.prepare).parameters
 
 
 def imported(name: str, kind: type[Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
@@ -103,33 +102,26 @@ class Loop(Trainer):
 # --- this package ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ours(Mode):
+def ours(
+    workload: Workload, updates: str = "", shard: bool = False, cap_mb: float | None = None, backend: str = "inductor"
+) -> Trainer:
     """`torch.compile(dp_compile.replicate(model))`, as the README has it.
 
     `updates`: `""` by the optimizer after the backward, `"backward"` by `in_backward`, `"forward"` the same with
     `overlap_forward=True`. With `shard` each rank updates a part, clipped by the norm of all gradients.
     """
+    defers = updates == "forward"
 
-    name: str
-    updates: str = ""
-    shard: bool = False
-    cap_mb: float | None = None
-    backend: str = "inductor"
+    def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
+        dp_compile.replicate(model, bucket_cap_mb=cap_mb, config=ReplicateConfig(backend=backend))
+        return torch.compile(model, backend="dp_compile" if defers else backend)
 
-    def prepare(self, workload: Workload) -> Trainer:
-        defers = self.updates == "forward"
-
-        def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
-            dp_compile.replicate(model, config=ReplicateConfig(bucket_cap_mb=self.cap_mb, backend=self.backend))
-            return torch.compile(model, backend="dp_compile" if defers else self.backend)
-
-        loop = _Replicated(workload, wrap)
-        loop.defers = defers
-        if self.updates:
-            max_norm = 1e9 if self.shard else None  # never reached: the cost of clipping, and the same gradients
-            in_backward(loop.model, loop.optimizer, max_norm, overlap_forward=defers, shard=self.shard)
-        return loop
+    loop = _Replicated(workload, wrap)
+    loop.defers = defers
+    if updates:
+        max_norm = 1e9 if shard else None  # never reached: the cost of clipping, and the same gradients
+        in_backward(loop.model, loop.optimizer, max_norm, overlap_forward=defers, shard=shard)
+    return loop
 
 
 class _Replicated(Loop):
@@ -161,56 +153,39 @@ def _configure(settings: Mapping[str, Any]) -> None:
         setattr(inductor.config, name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class DDP(Mode):
-    """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`.
-
-    `compiled`: `torch.compile` of it; `DDPOptimizer` breaks the graph where buckets end. `python_reducer`: torch's
-    experimental reducer in its place: hooks that compiled autograd traces, fused by Inductor's `ddp_fusion` and
-    followed by its pass that delays waits.
-    """
-
-    name: str
-    compiled: bool = False
-    python_reducer: bool = False
-    cap_mb: float | None = None
-    backend: str = "inductor"
-
-    def prepare(self, workload: Workload) -> Trainer:
-        if not self.compiled:
-            return Loop(workload, lambda model: wrap(model, self.cap_mb))
-        dynamo.config.optimize_ddp = "python_reducer" if self.python_reducer else "ddp_optimizer"
-        if self.python_reducer:
-            _configure(_FUSED)
-
-        def captured_backward(loss: torch.Tensor) -> None:
-            with dynamo.CaptureBackward(partial(torch.compile, backend=self.backend)):
-                loss.backward()
-
-        return Loop(
-            workload,
-            lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend),
-            captured_backward if self.python_reducer else torch.Tensor.backward,
-        )
+def ddp(workload: Workload, cap_mb: float | None = None) -> Trainer:
+    """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`."""
+    return Loop(workload, lambda model: wrap(model, cap_mb))
 
 
-@dataclass(frozen=True, slots=True)
-class Functional(Mode):
+def ddp_compiled(workload: Workload, cap_mb: float | None = None, backend: str = "inductor") -> Trainer:
+    """`torch.compile` of it; `DDPOptimizer` breaks the graph where buckets end."""
+    dynamo.config.optimize_ddp = "ddp_optimizer"
+    return Loop(workload, lambda model: torch.compile(wrap(model, cap_mb), backend=backend))
+
+
+def python_reducer(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: str = "inductor") -> Trainer:
+    """torch's experimental reducer in its place: hooks that compiled autograd traces, fused by Inductor's `ddp_fusion`
+    and followed by its pass that delays waits."""
+    dynamo.config.optimize_ddp = "python_reducer"
+    _configure(_FUSED)
+
+    def captured_backward(loss: torch.Tensor) -> None:
+        with dynamo.CaptureBackward(partial(torch.compile, backend=backend)):
+            loss.backward()
+
+    return Loop(workload, lambda model: torch.compile(wrap(model, cap_mb), backend=backend), captured_backward)
+
+
+def functional(workload: Workload, backend: str = "inductor") -> Trainer:
     """`torch.compile` of a model whose parameters reduce their gradient in their own backward: one graph with all.
 
     SimpleFSDP's data parallelism with `mode="replicate"` (arXiv 2411.00284) on plain tensors: each parameter passes
     through a function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the
     overlap on a GPU; on a CPU, where that fails because it asks Triton for bandwidths (torch 2.13), it makes buckets.
     """
-
-    name: str
-    backend: str = "inductor"
-
-    def prepare(self, workload: Workload) -> Trainer:
-        _configure(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
-        return Loop(
-            workload, lambda model: torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
-        )
+    _configure(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
+    return Loop(workload, lambda model: torch.compile(_ReducedInBackward(model), backend=backend, fullgraph=True))
 
 
 class _ReducedInBackward(nn.Module):
@@ -250,22 +225,17 @@ class _Reduced(torch.autograd.Function):
         return WAIT(ALL_REDUCE(gradient if scale == 1.0 else gradient * scale, *stage)), None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class DecentDP(Mode):
+def decent_dp(workload: Workload) -> Trainer:
     """`decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager and with 25 MB buckets.
 
     Each rank takes a local step and averages parameters with its neighbours during the next one. That is another
     algorithm: only the average over all ranks after the first step is that of DDP. So its `gradients` follow from that
     average, after one plain step of a copy of the model.
     """
-
-    name: str = "decent_dp"
-
-    def prepare(self, workload: Workload) -> Trainer:
-        is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
-        require(not is_alone, "mode 'decent_dp'", "on 2 real ranks or more: it averages with neighbours", "one")
-        import_module("loguru").logger.disable("decent_dp")  # it logs each bucket to stderr by default
-        return _Neighbours(workload)
+    is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
+    require(not is_alone, "mode 'decent_dp'", "on 2 real ranks or more: it averages with neighbours", "one")
+    import_module("loguru").logger.disable("decent_dp")  # it logs each bucket to stderr by default
+    return _Neighbours(workload)
 
 
 class _Neighbours(Trainer):
@@ -307,85 +277,78 @@ class _Neighbours(Trainer):
 # --- bounds ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Bound(Mode):
-    """Gradients are not reduced.
-
-    `compute`: plain `torch.compile`, for one rank the reference of every mode. `comm`: all-reduces of as many bytes as
-    the gradients have, in buffers of `cap_mb`, issued at once; no model. `oracle`: compiled forward, these all-reduces,
-    compiled backward, wait, optimizer: no schedule of the backward can start its all-reduces earlier. Processor time
-    of communication, and of a backward concurrent with it, is included.
-    """
-
-    name: str
-    communicates: bool
-    computes: bool
-    cap_mb: float = DEFAULT_CAP_MB
-    backend: str = "inductor"
-    is_bound: bool = True
-
-    def prepare(self, workload: Workload) -> Trainer:
-        buffers: list[torch.Tensor] = []
-
-        def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
-            if self.communicates:
-                count = sum(each.nbytes for each in trainable(model).values()) // 4
-                zeros = torch.zeros(count, device=device())  # whose sums are zeros, too
-                buffers.extend(zeros.split(max(1, int(self.cap_mb * BYTES_PER_MB) // 4)))
-            return torch.compile(model, backend=self.backend)
-
-        def around(compute: Callable[[], None]) -> None:
-            works = [dist.all_reduce(each, async_op=True) for each in buffers]
-            compute()
-            for work in works:
-                if work is not None:
-                    work.wait()
-
-        loop = Loop(workload, wrap, lambda loss: around(lambda: loss.backward()))
-        return loop if self.computes else _AllReduces(lambda: around(lambda: None))
+def compute(workload: Workload, backend: str = "inductor") -> Trainer:
+    """Plain `torch.compile`, for one rank the reference of every mode."""
+    return Loop(workload, lambda model: torch.compile(model, backend=backend))
 
 
-@dataclass(slots=True)
 class _AllReduces(Trainer):
-    reduce: Callable[[], None]
+    """All-reduces of as many bytes as the gradients of a model have, in buffers of `cap_mb`, issued at once."""
+
+    def __init__(self, model: nn.Module, cap_mb: float) -> None:
+        count = sum(each.nbytes for each in trainable(model).values()) // 4
+        zeros = torch.zeros(count, device=device())  # whose sums are zeros, too
+        self._buffers = zeros.split(max(1, int(cap_mb * BYTES_PER_MB) // 4))
+
+    def around(self, compute: Callable[[], None]) -> None:
+        works = [dist.all_reduce(each, async_op=True) for each in self._buffers]
+        compute()
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def step(self, batch: Batch) -> None:
-        self.reduce()
+        self.around(lambda: None)
+
+
+def comm(workload: Workload, cap_mb: float = DEFAULT_CAP_MB) -> Trainer:
+    """These all-reduces; no model."""
+    return _AllReduces(build(workload), cap_mb)
+
+
+def oracle(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: str = "inductor") -> Trainer:
+    """Compiled forward, these all-reduces, compiled backward, wait, optimizer.
+
+    No schedule of the backward can start its all-reduces earlier. Processor time of communication, and of a backward
+    concurrent with it, is included.
+    """
+    loop = Loop(workload, lambda model: torch.compile(model, backend=backend), lambda loss: around(loss.backward))
+    around = _AllReduces(loop.model, cap_mb).around
+    return loop
 
 
 # --- by name --------------------------------------------------------------------------------------------------------
 
-_ALL: Final[tuple[Mode, ...]] = (
-    Ours("ours"),
-    Ours("ours:in_backward", "backward"),
-    Ours("ours:crossing", "forward"),
-    Ours("ours:sharded", "backward", shard=True),
-    Ours("ours:sharded_crossing", "forward", shard=True),
-    DDP("ddp"),
-    DDP("ddp_compiled", compiled=True),
-    DDP("python_reducer", compiled=True, python_reducer=True, cap_mb=DEFAULT_CAP_MB),
-    Functional("functional"),
-    DecentDP(),
-    Bound("compute", False, True),
-    Bound("comm", True, False),
-    Bound("oracle", True, True),
+_ALL: Final = (
+    Mode("ours", ours),
+    Mode("ours:in_backward", partial(ours, updates="backward")),
+    Mode("ours:crossing", partial(ours, updates="forward")),
+    Mode("ours:sharded", partial(ours, updates="backward", shard=True)),
+    Mode("ours:sharded_crossing", partial(ours, updates="forward", shard=True)),
+    Mode("ddp", ddp),
+    Mode("ddp_compiled", ddp_compiled),
+    Mode("python_reducer", python_reducer),
+    Mode("functional", functional),
+    Mode("decent_dp", decent_dp),
+    Mode("compute", compute, is_bound=True),
+    Mode("comm", comm, is_bound=True),
+    Mode("oracle", oracle, is_bound=True),
 )
-MODES: Final[Mapping[str, Mode]] = {kind.name: kind for kind in _ALL}
+MODES: Final[Mapping[str, Mode]] = {each.name: each for each in _ALL}
 
 
 def mode(name: str) -> Mode:
     """One of `MODES`, with another bucket cap in MiB as `NAME:MIB`; or a user's, `package.module:function`."""
     base, _, argument = name.rpartition(":")
-    kind: Any = MODES.get(name) or MODES.get(base)
-    if base.split(":")[0] in MODES and name not in MODES:
+    if name in MODES:
+        return MODES[name]
+    if base.split(":")[0] in MODES:
         least = 1.0 if base == "ddp_compiled" else 0.0
         cap_mb = float(argument) if re.fullmatch(r"\d+(\.\d*)?", argument) else 0.0
-        has_cap = hasattr(kind, "cap_mb") and base != "compute" and cap_mb > 0 and cap_mb >= least
+        has_cap = base in MODES and MODES[base].takes("cap_mb") and cap_mb > 0 and cap_mb >= least
         require(has_cap, f"mode {name!r}", "one with buckets, and a number of MiB, for 'ddp_compiled' >= 1", argument)
-        kind = replace(kind, name=name, cap_mb=cap_mb)
-    if kind is None:
-        known = f"one of {', '.join(MODES)}, some of them with a bucket cap, 'NAME:MIB', or 'package.module:function'"
-        require(bool(base), "a mode", known, name)
-        kind = imported(name, Mode)
-    found: Mode = kind
+        return MODES[base]._replace(name=name, prepare=partial(MODES[base].prepare, cap_mb=cap_mb))
+    known = f"one of {', '.join(MODES)}, some of them with a bucket cap, 'NAME:MIB', or 'package.module:function'"
+    require(bool(base), "a mode", known, name)
+    found: Mode = imported(name, Mode)
     return found

@@ -53,7 +53,7 @@ class Network:
 
     `rate_mbit`: 1e6 bits per second that leave a rank. `comm_over_compute`: in place of the rate, the time of all
     gradients in one all-reduce over that of the workload's compiled step without communication (mode `compute`).
-    Latency is not included; the self-check measures it. `ranks`: of the simulated group, and `latency_us` of one hop of
+    Latency is not included; a run measures it. `ranks`: of the simulated group, and `latency_us` of one hop of
     its ring.
     """
 

@@ -23,10 +23,9 @@ import torch
 from dp_compile.bench import suites
 from dp_compile.bench.suites import Suite
 from dp_compile.errors import ConfigError, require
-from dp_compile.plan.words import WIDTH, count, format_bytes
+from dp_compile.plan.words import WIDTH, count, format_bytes, table
 
-VERSION: Final = 5
-SLOWDOWN_LIMIT: Final = 1.15  # 1.03 to 1.11 seen on a shaped network, 1.5 and more on loopback
+VERSION: Final = 6
 MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")  # of `environment`, what two runs must have in common
 FALSE_ALARMS: Final = 0.01  # probability of a regression in two runs of the same code, if turns show all of the noise
 TOO_NOISY: Final = 0.25  # with a wider noise band, `same` would be a claim without evidence
@@ -36,24 +35,6 @@ TOLERANCE: Final = 0.03
 REGRESSIONS: Final = ("slower", "lost", "more")
 _SETTINGS: Final = ("reference", "ranks", "steps_per_turn", "caches")
 _OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD=.*malloc")
-
-
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    """While ranks wait for an all-reduce, their processors are free: else hiding communication gains nothing.
-
-    `alpha_us`: latency of an all-reduce, see `dp_compile.calibrate`. `mb_per_s`: 1e6 bytes of an all-reduce per second,
-    without latency; 0 for one rank, which has no network. `matmul_slowdown`: time of a matmul concurrent with an
-    all-reduce over alone; median of five, of the worst rank.
-    """
-
-    alpha_us: float
-    mb_per_s: float
-    matmul_slowdown: float
-
-    @property
-    def passed(self) -> bool:
-        return self.matmul_slowdown <= SLOWDOWN_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +57,10 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A workload over a network. `skipped`: why nothing was measured, or empty; only then `self_check` is `None`.
+    """A workload over a network. `skipped`: why nothing was measured, or empty.
 
-    `compute_s`: seconds of the workload's step in mode `compute`; 0 if no rate depends on it.
+    `compute_s`: seconds of the workload's step in mode `compute`; 0 if no rate depends on it. `alpha_us`, `mb_per_s`:
+    latency of an all-reduce, and 1e6 bytes of it per second besides (`dp_compile.calibrate`); 0 for one rank.
     """
 
     workload: str
@@ -87,7 +69,8 @@ class Cell:
     gradient_nbytes: int = 0
     skipped: str = ""
     rate_mbit: float | None = None
-    self_check: SelfCheck | None = None
+    alpha_us: float = 0.0
+    mb_per_s: float = 0.0
     modes: tuple[ModeResult, ...] = ()
 
     def measured(self) -> dict[str, ModeResult]:
@@ -137,7 +120,6 @@ def load(path: Path) -> Results:
             for mode in cell["modes"]:
                 mode |= {name: tuple(mode[name]) for name in ("step_s", "starts_s")}
             cell["modes"] = tuple(ModeResult(**mode) for mode in cell["modes"])
-            cell["self_check"] = cell["self_check"] and SelfCheck(**cell["self_check"])
         cells = tuple(Cell(**cell) for cell in data["cells"])
         return Results(suites.from_dict(data["suite"]), data["environment"], data["started"], cells)
     except OSError as error:
@@ -188,11 +170,6 @@ def failures(results: Results) -> list[str]:
     return [f"{mode.name} over {at.network}, {at.workload}: {mode.reason.splitlines()[0]}" for at, mode in failed]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [list(map(str.ljust, row, widths)) for row in rows]
-
-
 def lines(results: Results) -> Iterator[str]:
     """Of the Markdown page."""
     suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
@@ -210,12 +187,11 @@ def lines(results: Results) -> Iterator[str]:
     )
     for cell in cells:
         yield from ("", f"## {cell.workload}, {cell.network}", "")
-        head, *rows = (f"| {' | '.join(row)} |" for row in _aligned(list(_rows(cell, suite.reference))))
-        yield from (head, re.sub(r"[^|]", "-", head), *rows)
-        if (check := cell.self_check) is not None and check.mb_per_s:
-            yield f"\nLatency {check.alpha_us:.0f} us, {check.mb_per_s:.4g} MB/s; a matmul during an all-reduce takes"
-            hint = "" if check.passed else ",\nso hiding communication gains little here"
-            yield f"{check.matmul_slowdown:.2f}x as long: self-check {'passed' if check.passed else 'FAILED'}{hint}."
+        rows = table(list(_rows(cell, suite.reference)), left=[0], width=WIDTH - 4, between=" | ")
+        head, *others = (f"| {row} |" for row in rows)
+        yield from (head, re.sub(r"[^|]", "-", head), *others)
+        if cell.mb_per_s:
+            yield f"\nAn all-reduce: latency {cell.alpha_us:.0f} us, {cell.mb_per_s:.4g} MB/s."
     skipped = [f"{cell.workload} over {cell.network}: {cell.skipped}" for cell in results.cells if cell.skipped]
     reasons = dict.fromkeys(each.splitlines()[0] for each in failures(results) + skipped)
     yield from ("", "## Not measured", "") if reasons else ()
@@ -273,7 +249,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
         unclear += sum(row[0] == "unclear" for row in rows)
         lines += ["", f"{pair[0].workload}, {pair[0].network}"]
         head = "", "mode", "what", "before", "after", "change", "noise"
-        lines += ["  ".join(row).rstrip() for row in _aligned([head, *rows])]
+        lines += table([head, *rows], left=[0, 1, 2])
         for name, what, _, after, reason in found:
             lines += ["", *textwrap.wrap(f"{name}, {what}, is lost: {reason}", WIDTH)] if after is None else []
     text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} times over {reference}"

@@ -16,14 +16,13 @@ from typing import Any, Final
 
 from dp_compile.bench.modes import mode
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
-from dp_compile.bench.results import Cell, ModeResult, Results, SelfCheck, environment, save
+from dp_compile.bench.results import Cell, ModeResult, Results, environment, save
 from dp_compile.bench.suites import COLD, WARM, Suite
-from dp_compile.bench.workers import START_TIMEOUT_S, call, measure, ranks_of
+from dp_compile.bench.workers import START_TIMEOUT_S, call, link, ranks_of
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import DPCompileError
 from dp_compile.testing.ranks import RankError, Ranks
 
-_CHECK_ATTEMPTS: Final = 3
 _TURN_TIMEOUT_S: Final = 120.0
 
 
@@ -70,18 +69,13 @@ class Runner:
             rate_mbit = 8e-6 * cell.gradient_nbytes / (network.comm_over_compute * cell.compute_s)
         try:
             with open_network(network, ranks=self.suite.ranks, rate_mbit=rate_mbit) as place:
-                say(f"{where}: self-check")
-                # On a busy machine it may fail without reason: the first that passes, else the best.
-                attempts, checks = 1 if network.kind == "loopback" else _CHECK_ATTEMPTS, list[SelfCheck]()
+                say(f"{where}: the link")
                 with ranks_of(place, {}) as ranks:
-                    while len(checks) < attempts and not (checks and checks[-1].passed):
-                        found = ranks.run(measure, timeout_s=START_TIMEOUT_S)
-                        checks.append(max(found, key=lambda check: check.matmul_slowdown))
+                    alpha_us, mb_per_s = ranks.run(link, timeout_s=START_TIMEOUT_S)[0]
                 modes = self._modes(cell.workload, place, where)
         except (NetworkError, RankError) as error:
             return replace(cell, skipped=_cause(error))
-        check = min(checks, key=lambda check: check.matmul_slowdown)
-        return replace(cell, rate_mbit=rate_mbit, self_check=check, modes=modes)
+        return replace(cell, rate_mbit=rate_mbit, alpha_us=alpha_us, mb_per_s=mb_per_s, modes=modes)
 
     def _modes(self, name: str, place: Placement, where: str) -> tuple[ModeResult, ...]:
         """Start every mode as often as the suite asks for, then time those of the last start."""

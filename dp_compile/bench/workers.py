@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,16 +23,12 @@ import torch.distributed as dist
 from dp_compile.bench.contract import SEED, Batch, Trainer, Workload
 from dp_compile.bench.modes import device, mode
 from dp_compile.bench.networks import Placement, enter
-from dp_compile.bench.results import SelfCheck
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import require
 from dp_compile.replication.calibration import calibrate
 from dp_compile.testing.ranks import Ranks
 
 START_TIMEOUT_S: Final = 900.0  # for a process to start, its first backward, which compiles, and the warm-up
-_MATMUL_SIZE: Final = {"cpu": 384, "cuda": 2048}
-_REPETITIONS: Final = 5
-_WANTED_S: Final = 0.15  # of an all-reduce, between 256 KiB and 32 MiB
 
 
 def ranks_of(place: Placement, environment: Mapping[str, str]) -> Ranks:
@@ -177,32 +172,9 @@ def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     return max(((name, error(name)) for name in expected), key=lambda each: each[1])
 
 
-def measure() -> SelfCheck:
-    """On every rank of the default group, on its device: takes a few seconds at 80 MB/s."""
+def link() -> tuple[float, float]:
+    """Of an all-reduce of the default group: latency in microseconds, and 1e6 bytes per second besides."""
     if dist.get_world_size() == 1:
-        return SelfCheck(0.0, 0.0, 1.0)
-    place = device()
-    cost = calibrate(device=place).cost
-    nbytes = int(min(2**25, max(2**18, _WANTED_S / cost.beta_s_per_byte))) // 4 * 4
-    data, matrix = torch.zeros(nbytes // 4, device=place), torch.ones(2 * (_MATMUL_SIZE[place.type],), device=place)
-    alone_s = cost.seconds(nbytes)
-    matmul_s, concurrent_s = (
-        statistics.median(_matmul(matrix, alone_s, each) for _ in range(_REPETITIONS)) for each in (None, data)
-    )
-    return SelfCheck(cost.alpha_s * 1e6, 1e-6 / cost.beta_s_per_byte, concurrent_s / matmul_s)
-
-
-def _matmul(matrix: torch.Tensor, seconds: float, data: torch.Tensor | None) -> float:
-    """Mean seconds of a matmul, on all ranks at the same time: for so long, or during an all-reduce of `data`."""
-    dist.barrier()
-    start, count = time.perf_counter(), 0
-    work = None if data is None else dist.all_reduce(data, async_op=True)
-    while count < 1 or (time.perf_counter() - start < seconds if work is None else not work.is_completed()):
-        result = torch.mm(matrix, matrix)
-        if result.device.type != "cpu":  # the stream, not the device: the network has other streams
-            torch.accelerator.current_stream(result.device).synchronize()
-        count += 1
-    end = time.perf_counter()
-    if work is not None:
-        work.wait()
-    return (end - start) / count
+        return 0.0, 0.0
+    cost = calibrate(device=device()).cost
+    return cost.alpha_s * 1e6, 1e-6 / cost.beta_s_per_byte

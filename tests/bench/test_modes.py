@@ -1,9 +1,8 @@
 """Workloads, modes and the simulated group: gradients are those of torch's DDP, before and after steps."""
 
-import dataclasses
 import os
 import time
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -45,8 +44,8 @@ def train(name, backend):
     """On a rank: the gradients of a batch before and after `STEPS` steps."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     chosen, trained = mode(name), workload("tiny-gpt")
-    if hasattr(chosen, "backend"):
-        chosen = dataclasses.replace(chosen, backend=backend)
+    if chosen.takes("backend"):
+        chosen = chosen._replace(prepare=partial(chosen.prepare, backend=backend))
     trainer = chosen.prepare(trained)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = trained.batch(generator)
@@ -162,9 +161,7 @@ def gradients_of(name):
     """Of the first batch, by a mode, and after three steps."""
     torch.manual_seed(0)
     chosen = mode(name)
-    if hasattr(chosen, "backend"):
-        object.__setattr__(chosen, "backend", "aot_eager")
-    trainer = chosen.prepare(tiny())
+    trainer = chosen.prepare(tiny(), **{"backend": "aot_eager"} if chosen.takes("backend") else {})
     batch = tiny().batch(torch.Generator().manual_seed(1))
     found = {f"first {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
     for _ in range(3):

@@ -20,6 +20,7 @@ import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -129,8 +130,8 @@ class Training:
         if prepare is None:
             made = mode_of(mode)
             # A rehearsal generates no code: that takes a CPU half a minute for each mode, and tests do it.
-            quick = task.rehearse and hasattr(made, "backend")
-            prepare = (replace(made, backend="aot_eager") if quick else made).prepare
+            quick = task.rehearse and made.takes("backend")
+            prepare = partial(made.prepare, backend="aot_eager") if quick else made.prepare
         self.trainer = prepare(workload)
         self.model = getattr(self.trainer, "model", nn.Module())
         self._batches = workers.batches(workload, task.rank)
