@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from dp_compile.errors import ConfigError
 from dp_compile.insight.predict import DTYPES, replanned, sent_in
-from dp_compile.insight.step import BYTES, NOMINAL, MeasuredBucket, PlannedBucket, Step, format_ms, planned_buckets
-from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.insight.step import BYTES, NOMINAL, MeasuredBucket, Step, format_ms, planned_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
 from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
-from dp_compile.plan.words import WIDTH, count, format_bytes, in_columns
+from dp_compile.plan.network import Launch
+from dp_compile.plan.words import count, format_bytes, in_columns, table
 
 MOST_ROWS: Final = 16
 MOST_ADVICE: Final = 3
@@ -26,12 +28,15 @@ class ExplainedBucket(NamedTuple):
     """One bucket. `why`: why it is exposed, or that it is not. `planned`: `None` if there is one rank."""
 
     number: int
-    nbytes: int
-    gradients: int
-    members: tuple[str, ...]
+    bucket: Bucket
     why: str
-    planned: PlannedBucket | None
+    planned: Launch | None
     measured: MeasuredBucket | None
+
+    @property
+    def members(self) -> list[str]:
+        """The names of its gradients."""
+        return [member.gradient.name for member in self.bucket.members]
 
 
 class Advice(NamedTuple):
@@ -46,92 +51,121 @@ class Advice(NamedTuple):
     at_most: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a step takes as long as it takes. Print it; times in seconds after the start of the backward.
 
     `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`,
     `exposed_s`: predicted, with a next forward if something ends under it; `None` for one rank. `bound_s`: no
     plan ends earlier (`release_time_bound`).
+
+    Raises:
+        ConfigError: the measured buckets are not those of the plan.
     """
 
-    step: Step
-    bound_by: str
-    end_s: float | None
-    exposed_s: float | None
-    bound_s: float
-    buckets: tuple[ExplainedBucket, ...]
-    advice: tuple[Advice, ...]
+    def __init__(self, step: Step) -> None:
+        if step.measured is not None and len(step.measured.buckets) not in (0, len(step.plan.buckets)):
+            raise ConfigError(
+                f"the plan has {len(step.plan.buckets)} buckets, but the measurement has "
+                f"{len(step.measured.buckets)}. Measure a run with this plan."
+            )
+        self.step = step
+        forward_s, alone = _forward_s(step), step.world_size == 1
+        bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE
+        self.bound_by = ONE_RANK if alone else bound_by if step.is_timed else NOT_KNOWN
+        self.end_s = None if alone else _end_s(step)
+        self.exposed_s = None if alone else step.exposed_s
+        self.bound_s = step.bound_s + forward_s
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
         """`verbose`: all buckets, with their members."""
-        lines = [_verdict(self), *(f"  {text}" for text in _facts(self)), ""]
-        lines += [*_table(self, None if verbose else MOST_ROWS), ""]
+        verdict, *facts = self.summary()
+        lines = [verdict, *(f"  {text}" for text in (*facts, *_notes(self.step))), ""]
+        lines += [*_table(self, len(self.buckets) if verbose else MOST_ROWS), ""]
         if verbose:
             lines += [*(f"  bucket {each.number}: {', '.join(each.members)}" for each in self.buckets), ""]
         return in_columns("\n".join([*lines, *_advice(self)]))
 
-
-def explanation_of(step: Step) -> Explanation:
-    """Explain a step; a `ConfigError` if the measured buckets are not those of the plan."""
-    if step.measured is not None and len(step.measured.buckets) not in (0, len(step.plan.buckets)):
-        raise ConfigError(
-            f"the plan has {len(step.plan.buckets)} buckets, but the measurement has {len(step.measured.buckets)}. "
-            "Measure a run with this plan."
+    def summary(self) -> Iterator[str]:
+        """The verdict, then what was planned, predicted and measured, a line each."""
+        step, seen = self.step, self.step.measured
+        yield _verdict(self)
+        ways = "".join(f", {times} {way}" for way, times in step.backwards)
+        gradients = sum(each.name != UNUSED_FLAGS for each in step.plan.gradients)
+        planned = f"{count(len(step.plan.buckets), 'bucket')}, {count(gradients, 'gradient')}"
+        yield (
+            f"{count(step.world_size, 'rank')}, {step.backend} on {step.device}, {step.mode}, {step.strategy}: "
+            f"{planned}, {format_bytes(step.plan.nbytes)}{ways}"
         )
-    forward_s, alone = step.forward_s if step.has_two_halves else 0.0, step.world_size == 1
-    bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE
-    return Explanation(
-        step,
-        ONE_RANK if alone else bound_by if step.is_timed else NOT_KNOWN,
-        None if alone else step.end_s + forward_s,
-        None if alone else step.exposed_s,
-        step.bound_s() + forward_s,
-        tuple(_explained(step)),
-        () if alone else advice_for(step),
-    )
+        if self.end_s is not None:
+            time, until = step.time_text, "next forward" if step.has_two_halves else "communication"
+            end = f"{time(self.end_s)}, at best {time(self.bound_s)} ({self.end_s / (self.bound_s or 1.0):.3f})"
+            yield f"predicted end of backward and {until} {end}; exposed {time(self.exposed_s or 0.0)}"
+            share = "measured" if step.forward_share is not None else f"assumed, {FORWARD_SHARE:g} of the backward"
+            also = f"; next forward {time(step.forward_s)} ({share})" if step.has_two_halves else ""
+            also += f"; all-gathers of parameters {time(step.gather_s)}" if step.gather_s else ""
+            yield f"compute {time(step.backward_s)}, communication {time(step.communication_s)}{also}"
+        if seen is not None:
+            off = None if self.end_s is None or not seen.end_s or step.has_two_halves else self.end_s / seen.end_s - 1
+            yield f"measured: {seen}" + ("" if off is None else f"; predicted end {off:+.1%}")
+        if seen and step.ready.backward_s is None:
+            yield f"length of the backward: measured on rank {seen.rank}; planned before that: {step.ready.basis}"
+        else:
+            yield f"backward: {step.ready.basis}"
+        yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"
+
+    @cached_property
+    def buckets(self) -> tuple[ExplainedBucket, ...]:
+        """In launch order."""
+        return tuple(_explained(self.step))
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """Options that are predicted to gain more than `SMALLEST_GAIN`, the best first, at most `MOST_ADVICE`."""
+        ranked = [] if self.end_s is None else sorted(_options(self.step), key=lambda each: -each.share)
+        return tuple(each for each in ranked if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
+
+
+def _forward_s(step: Step) -> float:
+    """The next forward, if something ends under it."""
+    return step.forward_s if step.has_two_halves else 0.0
+
+
+def _end_s(step: Step) -> float:
+    return step.end_s + _forward_s(step)
 
 
 def _explained(step: Step) -> Iterator[ExplainedBucket]:
-    """The buckets in launch order, each with the gradient that releases it, maybe of an earlier one: the largest."""
+    """Each with the gradient that releases it, maybe of an earlier one: the largest."""
     alone = [None] * len(step.plan.buckets)
-    planned: Sequence[PlannedBucket | None] = alone if step.world_size == 1 else planned_buckets(step)
+    planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
     seen: Sequence[MeasuredBucket | None] = (step.measured.buckets if step.measured is not None else ()) or alone
     latest_s, last, place = -1.0, "", 0
     for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_members(), strict=True)):
-        own = [each for each in bucket.members if each.gradient.name != UNUSED_FLAGS]
         if (own_s := max(each.ready_s for each in times)) >= latest_s:
             ready = [each for each, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
             released_by = [each for each in ready if each.gradient.name != UNUSED_FLAGS] or ready
             latest_s, last, place = own_s, max(released_by, key=lambda each: each.gradient.nbytes).gradient.name, number
         each = planned[number]
         why = "" if each is None else _why(step, each, last if place == number else f"{last} (bucket {place})")
-        labels = tuple(member.gradient.name for member in bucket.members)
-        yield ExplainedBucket(number, bucket.nbytes, len(own), labels, why, each, seen[number])
+        yield ExplainedBucket(number, bucket, why, each, seen[number])
 
 
-def _why(step: Step, planned: PlannedBucket, released_by: str) -> str:
+def _why(step: Step, planned: Launch, released_by: str) -> str:
     """Why a bucket is exposed."""
-    if planned.exposed_s < SHORTEST_S:
+    if planned.waited_s < SHORTEST_S:
         return "hidden"
     if planned.needed_s is not None:
-        return f"next forward reads it at {_time(step, planned.needed_s)}"
+        return f"next forward reads it at {step.time_text(planned.needed_s)}"
     if planned.start_s > planned.ready_s + SHORTEST_S:
         return "network busy"
     return f"waits for {released_by}"
 
 
-def advice_for(step: Step) -> tuple[Advice, ...]:
-    """Options that are predicted to gain more than `SMALLEST_GAIN`, the best first, at most `MOST_ADVICE`."""
-    ranked = sorted(_options(step), key=lambda each: -each.share)
-    return tuple(each for each in ranked if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
-
-
-def _gain(change: str, before: Step, after_s: float, *, at_most: bool = False) -> Advice:
-    before_s = _end_s(before)
+def _gain(change: str, before: Step, after: Step, *, at_most: bool = False) -> Advice:
+    before_s, after_s = _end_s(before), _end_s(after)
     return Advice(change, before_s - after_s, 1 - after_s / before_s if before_s else 0.0, at_most)
 
 
@@ -142,27 +176,15 @@ def _options(step: Step) -> Iterator[Advice]:
         if not plans:
             other["neither bucket_cap_mb nor bucket_policy"] = replanned(step)
         option, best = min(other.items(), key=lambda item: _end_s(item[1]))
-        yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, _end_s(best))
+        yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, best)
     if step.cost_source.startswith(NOMINAL):
         change = "cost=dp_compile.calibrate().cost (measures the link)"
         speeds = [replace(step, ready=replace(step.ready, backward_s=scale * step.backward_s)) for scale in (0.5, 2.0)]
-        found = [_gain(change, each, _end_s(replanned(each)), at_most=True) for each in speeds]
+        found = [_gain(change, each, replanned(each), at_most=True) for each in speeds]
         yield max(found, key=lambda each: each.share)
     hooks = any(each.key.reduction.hook is not None for each in step.plan.gradients)
     if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):
-        change = "mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding"
-        yield _gain(change, step, _end_s(sent_in(step, "bfloat16")))
-
-
-def _end_s(step: Step) -> float:
-    return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
-
-
-def _time(step: Step, seconds: float) -> str:
-    """In milliseconds; in percent of the backward if its length is assumed, for such times are no milliseconds."""
-    if step.is_timed:
-        return format_ms(seconds)
-    return f"{100 * seconds / step.backward_s:.1f}%" if step.backward_s else "0%"
+        yield _gain("mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding", step, sent_in(step, "bfloat16"))
 
 
 def _verdict(this: Explanation) -> str:
@@ -182,46 +204,10 @@ def _verdict(this: Explanation) -> str:
     return f"{this.bound_by.capitalize()}-bound: {exposed}, measured on rank {seen.rank}."
 
 
-def _facts(this: Explanation) -> Iterator[str]:
-    step, seen = this.step, this.step.measured
-    ways = "".join(f", {times} {way}" for way, times in step.backwards)
-    gradients = sum(each.name != UNUSED_FLAGS for each in step.plan.gradients)
-    yield (
-        f"{count(step.world_size, 'rank')}, {step.backend} on {step.device}, {step.mode}, {step.strategy}: "
-        f"{count(len(this.buckets), 'bucket')}, {count(gradients, 'gradient')}, {format_bytes(step.plan.nbytes)}{ways}"
-    )
-    if this.end_s is not None:
-        until, ratio = "next forward" if step.has_two_halves else "communication", this.end_s / (this.bound_s or 1.0)
-        end = f"{_time(step, this.end_s)}, at best {_time(step, this.bound_s)} ({ratio:.3f})"
-        yield f"predicted end of backward and {until} {end}; exposed {_time(step, this.exposed_s or 0.0)}"
-        share = "measured" if step.forward_share is not None else f"assumed, {FORWARD_SHARE:g} of the backward"
-        also = f"; next forward {_time(step, step.forward_s)} ({share})" if step.has_two_halves else ""
-        also += f"; all-gathers of parameters {_time(step, step.gather_s)}" if step.gather_s else ""
-        yield f"compute {_time(step, step.backward_s)}, communication {_time(step, step.communication_s)}{also}"
-    if seen is not None:
-        off = None if this.end_s is None or not seen.end_s or step.has_two_halves else this.end_s / seen.end_s - 1
-        residual = "" if off is None else f"; predicted end {off:+.1%}"
-        updates = f", updates {format_ms(seen.updates_s)}" if seen.updates_s else ""
-        later_s = seen.exposed_later_s + seen.gather_s
-        exposed = format_ms(seen.exposed_s + seen.gather_s)
-        exposed += f", {format_ms(later_s)} of it after the backward" if later_s else ""
-        yield f"measured: compute {format_ms(seen.compute_s)}{updates}, exposed {exposed} ({seen.source}){residual}"
-    if seen and step.ready.backward_s is None:
-        yield f"length of the backward: measured on rank {seen.rank}; planned before that: {step.ready.basis}"
-    else:
-        yield f"backward: {step.ready.basis}"
-    yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"
-    yield from (f"{each}." for each in step.optimizers)
-    if step.memory is not None:
-        ddp = format_bytes(step.memory.ddp_nbytes)
-        yield f"peak memory of the backward, simulated: {format_bytes(step.memory.nbytes)}; as torch's DDP {ddp}"
-    if placed := [each for each in step.placements if each.gradient != UNUSED_FLAGS]:
-        copied = format_bytes(sum(each.nbytes for each in placed if each.is_copied))
-        yield f"copied into buckets: {copied} of {format_bytes(sum(each.nbytes for each in placed))}"
-    yield from _notes(step)
-
-
 def _notes(step: Step) -> Iterator[str]:
+    yield from (f"{each}." for each in step.optimizers)
+    if step.capture is not None:
+        yield from f"captured backward: {step.capture}".splitlines()
     if step.world_size == 1:
         yield "no timeline: there is one rank, and nothing to communicate"
     if step.left:
@@ -236,35 +222,28 @@ def _notes(step: Step) -> Iterator[str]:
         )
     if eager := dict(step.backwards).get("eager hooks", 0):
         yield f"{eager} of its backwards were reduced by eager hooks; predicted is a captured one"
-    if step.refusals:
-        first = step.refusals[0]
-        yield f"passes left {count(len(step.refusals), 'node')} alone; {first.node}: {first.reason}"
 
 
-def _table(this: Explanation, most: int | None) -> Iterator[str]:
+def _table(this: Explanation, most: int) -> Iterator[str]:
     """One line for each bucket; of very many those that say most, the outermost and the most exposed ones."""
-    step, buckets = this.step, this.buckets
-    shown = buckets
-    if most is not None and len(buckets) > most:
-        inner = sorted(buckets[2:-2], key=lambda each: -(each.planned.exposed_s if each.planned else 0.0))
-        shown = tuple(sorted((*buckets[:2], *inner[: most - 4], *buckets[-2:]), key=lambda each: each.number))
-    timed, seen = any(each.planned for each in buckets), any(each.measured for each in buckets)
+    step, shown = this.step, this.buckets
+    if len(shown) > most:
+        inner = sorted(shown[2:-2], key=lambda each: -(each.planned.waited_s if each.planned else 0.0))
+        shown = (*shown[:2], *sorted(inner[: most - 4]), *shown[-2:])
+    timed, seen = any(each.planned for each in shown), any(each.measured for each in shown)
     times = ["ready", "start", "end", "exposed"] if timed else []
     rows = [["#", "size", "n", *times, *(["waited"] if seen else []), "why"]]
     for each in shown:
-        cells = [str(each.number), format_bytes(each.nbytes), str(each.gradients)]
-        cells += [_time(step, time).removesuffix(" ms").removesuffix("%") for time in (each.planned or ())[:4]]
+        gradients = [name for name in each.members if name != UNUSED_FLAGS]
+        cells = [str(each.number), format_bytes(each.bucket.nbytes), str(len(gradients))]
+        cells += [step.time_text(time).removesuffix(" ms").removesuffix("%") for time in (each.planned or ())[:4]]
         cells += [format_ms(each.measured.waited_s).removesuffix(" ms")] if each.measured else []
         rows.append([*cells, each.why or each.members[0]])
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    room = WIDTH - sum(widths) - 2 * len(widths)
     about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["waited is measured"] * seen
     yield "Buckets in launch order, n gradients each" + (f" ({'; '.join(about)})" if about else "")
-    for row in rows:
-        why = row[-1] if len(row[-1]) <= room else f"{row[-1][: room // 2 - 1]}..{row[-1][-(room - room // 2 - 1) :]}"
-        yield "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=True)), why])
-    if len(shown) < len(buckets):
-        yield f"... and {len(buckets) - len(shown)} more: --buckets, text(verbose=True)"
+    yield from table(rows, left=[len(rows[0]) - 1])
+    if len(shown) < len(this.buckets):
+        yield f"... and {len(this.buckets) - len(shown)} more: --buckets, text(verbose=True)"
 
 
 def _advice(this: Explanation) -> Iterator[str]:

@@ -16,16 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from dp_compile._torch import autograd, distributed
 from dp_compile.errors import UnsupportedModuleError
-from dp_compile.insight.explain import Explanation, explanation_of
+from dp_compile.insight.explain import Explanation
 from dp_compile.insight.profile import events_of, measured_steps
-from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms, typical_step
+from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, typical_step
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import ASSUMED
 from dp_compile.plan.words import count, format_bytes, in_columns
 from dp_compile.replica.record import CaptureRecord
-from dp_compile.replica.replica import Replica
+from dp_compile.replica.replica import Replica, warn
 from dp_compile.replication.module import is_replicated, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.measuring")
@@ -77,13 +77,11 @@ def report(module: nn.Module) -> Report:
     Raises:
         UnsupportedModuleError: the module is not replicated.
     """
-    if distributed.is_reduced_by_torch(unwrap(module)) and not is_replicated(module):
-        return Report("torch's own DDP (ddp_python_hook=False)", dist.get_world_size(), BucketPlan(()), ())
+    if distributed.is_reduced_by_torch(inner := unwrap(module)) and not is_replicated(module):
+        ranks = distributed.ranks_of_torch_ddp(inner)
+        return Report("torch's own DDP (ddp_python_hook=False)", ranks, BucketPlan(()), ())
     replica = replica_of(module)
-    hook, seen, took = replica.called_hook, _measured.get(replica), ""
-    if seen is not None:
-        waited = f", {format_ms(seen.exposed_s)} of them waiting for buckets" if seen.buckets else ""
-        took = f"backward: {format_ms(seen.backward_s)}{waited}, {seen.source}, on rank {seen.rank}"
+    hook, seen = replica.called_hook, _measured.get(replica)
     return Report(
         replica.mode,
         replica.group.world_size,
@@ -91,7 +89,7 @@ def report(module: nn.Module) -> Report:
         tuple(replica.history.captures.values()),
         dict(replica.history.backwards),
         _promise(replica),
-        measured=took,
+        measured="" if seen is None else f"backward: {seen}, on rank {seen.rank}",
         divided_by=replica.group.averaging.divide_by,
         why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
         updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
@@ -141,7 +139,6 @@ def step_of(module: nn.Module) -> Step:
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."
         )
-    latest = next(reversed(replica.history.captures.values()), None)
     cost, cost_source = _cost(replica)
     return Step(
         mode=replica.mode,
@@ -153,9 +150,7 @@ def step_of(module: nn.Module) -> Step:
         ready=replica.planning.ready,
         cost=cost,
         cost_source=cost_source,
-        memory=latest.memory if latest else None,
-        placements=latest.placements if latest else (),
-        refusals=latest.refusals if latest else (),
+        capture=next(reversed(replica.history.captures.values()), None),
         backwards=tuple(replica.history.backwards.items()),
         measured=_measured.get(replica),
         optimizers=tuple(
@@ -173,7 +168,7 @@ def explain(module: nn.Module) -> Explanation:
     Raises:
         UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
-    return explanation_of(step_of(module))
+    return Explanation(step_of(module))
 
 
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
@@ -209,14 +204,7 @@ class Measurement:
     def __str__(self) -> str:
         if self.step is None:
             return f"nothing was measured: {self.why_not}"
-        step = self.step
-        later = sum(step.is_after(bucket.wait_s) for bucket in step.buckets)
-        waited_s, buckets = step.exposed_s - step.exposed_later_s, count(len(step.buckets) - later, "bucket")
-        text = f"{step.source}: backward {format_ms(step.backward_s)}, of it {format_ms(waited_s)} waits for {buckets}"
-        text += f" and {format_ms(step.updates_s)} updates" if step.updates_s else ""
-        text += f"; after it {format_ms(step.exposed_later_s)} for {count(later, 'bucket')}" if later else ""
-        text += f" and {format_ms(step.gather_s)} for all-gathers of parameters" if step.gather_s else ""
-        return f"{text}; not measured: {self.why_not}" if self.why_not else text
+        return f"{self.step}; not measured: {self.why_not}" if self.why_not else str(self.step)
 
 
 @contextlib.contextmanager
@@ -249,7 +237,7 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
         events_of(recorded), replica.plan, replica.module.number, in_flight=replica.has_in_flight()
     )
     if not steps:
-        logger.warning("%s", measurement)
+        warn(logger, "%s", measurement)
         return
     source = f"measured by dp_compile.measure(), median of {count(len(steps), 'backward')}"
     measurement.backwards = tuple(replace(step, source=source, rank=dist.get_rank()) for step in steps)

@@ -1,22 +1,22 @@
 """What a step would take on other ranks, another link, or with gradients sent in another dtype. Pure numbers.
 
 The model is that of `plan/network.py`: a link carries one stage at a time, in launch order. Compute stays as long as it
-is in the step. Nothing is measured here; `Prediction.basis` says what the numbers rest on.
+is in the step. Nothing is measured here.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from dp_compile.errors import ConfigError, require, require_integer
-from dp_compile.insight.step import BYTES, Step, format_ms
+from dp_compile.insight.step import BYTES, Step
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_tree, with_levels
 from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.planner import plan_fixed, plan_optimal
 from dp_compile.plan.reduction import stages_of
-from dp_compile.plan.words import count, in_columns
+from dp_compile.plan.words import count
 from dp_compile.replica.record import SHARDED
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -24,39 +24,12 @@ LINK_INSIDE: Final = "nvlink4"
 """What joins the ranks of a node in a prediction for two levels of network."""
 
 
-class Prediction(NamedTuple):
-    """A predicted step. Times in seconds, of the backward and its communication.
-
-    `communication_s`: all collectives one after the other. `exposed_s`: how long compute stands still for them.
-    `bound_s`: no plan ends earlier. `basis`: where cost and length of the backward are from. `step`: with the ranks,
-    cost and buckets of the prediction; measured times in it are of the given step.
-    """
-
-    ranks: int
-    link: str | None
-    dtype: str | None
-    buckets: int
-    backward_s: float
-    communication_s: float
-    exposed_s: float
-    end_s: float
-    bound_s: float
-    basis: str
-    step: Step
-
-    def __str__(self) -> str:
-        return in_columns(
-            f"{count(self.ranks, 'rank')}, {count(self.buckets, 'bucket')}: end {format_ms(self.end_s)} "
-            f"(at best {format_ms(self.bound_s)}), exposed {format_ms(self.exposed_s)}, "
-            f"backward {format_ms(self.backward_s)}\n  {self.basis}"
-        )
-
-
-def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dtype: str | None = None) -> Prediction:
-    """What a step would take. What is not given stays as it is.
+def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dtype: str | None = None) -> Step:
+    """A step as it would be: `end_s`, `exposed_s`, `bound_s` say what it would take. What is not given stays as it is.
 
     Buckets are planned for the new speeds where the step's strategy is a planner, else they stay. A backward that was
-    not timed keeps its assumed length: a faster network does not shorten it.
+    not timed keeps its assumed length: a faster network does not shorten it. `cost_source` and `ready.basis` say what
+    the figures rest on; what was measured is that of the given step.
 
     Args:
         step: `dp_compile.step_of(model)`, or read by `Step.from_json`.
@@ -72,14 +45,13 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
     require(dtype is None or dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     cost, source = _cost_on(step, ranks, link)
     timed = "measured" if step.measured is not None else step.ready.basis
-    backward = f"backward: {timed}" if step.is_timed else "the backward as long as the step's communication, assumed"
-    other = replace(step, ready=replace(step.ready, backward_s=step.backward_s), world_size=ranks, cost=cost)
+    basis = timed if step.is_timed else "as long as the step's communication, assumed"
+    ready = replace(step.ready, backward_s=step.backward_s, basis=basis)
+    other = replace(step, ready=ready, world_size=ranks, cost=cost)
     other = other if dtype is None else sent_in(other, dtype)
     if step.strategy == "optimal" and ranks > 1 and (cost != step.cost or other.plan is not step.plan):
         other = replanned(other)
-    other = replace(other, cost_source=source)
-    times = other.backward_s, other.communication_s, other.exposed_s, other.end_s, other.bound_s()
-    return Prediction(ranks, link, dtype, len(other.plan.buckets), *times, f"link: {source}; {backward}", other)
+    return replace(other, cost_source=source)
 
 
 def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, str]:

@@ -203,7 +203,6 @@ class _Timeline:
             source="",
             forward_s=forward_s,
             optimizer_s=self._seconds(optimizer),
-            step_s=None if until_us == math.inf else (until_us - backward.begin_us) * _US,
             follows=tuple(Followed(what, *((us - begin_us) * _US for us in limits)) for what, *limits in follows),
         )
 

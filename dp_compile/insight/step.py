@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -22,11 +22,11 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.crossing import jobs_of as crossing_jobs
-from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, release_time_bound
+from dp_compile.plan.network import Job, Launch, ReadyGradient, jobs_of, launches, release_time_bound
 from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradients
-from dp_compile.replica.record import OVERLAP_FORWARD, SHARDED, OptimizerRecord, Placement
+from dp_compile.replica.record import OVERLAP_FORWARD, SHARDED, CaptureRecord, OptimizerRecord, Placement
 
-STEP_VERSION: Final = 5
+STEP_VERSION: Final = 6
 NOMINAL: Final = "nominal"  # how a cost's source begins if the link was not measured
 # Of an element of a parameter, by its dtype.
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
@@ -75,8 +75,8 @@ class MeasuredStep:
     """What was measured of one rank's backward; `buckets` in the order of the plan.
 
     `backward_s`: until all has arrived, waits included; what is deferred to the next forward is not in it. `source`:
-    how it was measured. `forward_s`, `optimizer_s`: `None` if the source does not show them. `step_s`: from one
-    backward's start to the next one's; `None` for the last. `follows`: optimizers' work and the forward that waits.
+    how it was measured. `forward_s`, `optimizer_s`: `None` if the source does not show them. `follows`: what optimizers
+    did, and the forward that waits.
     """
 
     backward_s: float
@@ -85,8 +85,14 @@ class MeasuredStep:
     rank: int = 0
     forward_s: float | None = None
     optimizer_s: float | None = None
-    step_s: float | None = None
     follows: tuple[Followed, ...] = ()
+
+    def __str__(self) -> str:
+        updates = f", updates {format_ms(self.updates_s)}" if self.updates_s else ""
+        later_s = self.exposed_later_s + self.gather_s
+        later = f", {format_ms(later_s)} of it after the backward" if later_s else ""
+        exposed = f"exposed {format_ms(self.exposed_s + self.gather_s)}{later}"
+        return f"compute {format_ms(self.compute_s)}{updates}, {exposed} ({self.source})"
 
     def is_after(self, moment_s: float | None) -> bool:
         """Whether a moment is after the backward."""
@@ -145,8 +151,7 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     """Of steps of one rank under one plan, at least one: the one with the median backward, the shorter of two.
 
     One real backward, so that its figures fit together: medians of each bucket would add up to another backward. Times
-    of forward, optimizer and of all that a step has after its backward are medians of those that know it: a median of
-    whole steps would be of other steps, and was seen to be shorter than its backward.
+    of forward and optimizer are medians of those that know it.
     """
 
     def median(values: Sequence[float | None]) -> float | None:
@@ -154,12 +159,10 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         return statistics.median(known) if known else None
 
     typical = sorted(steps, key=lambda step: step.backward_s)[(len(steps) - 1) // 2]
-    after_s = median([None if step.step_s is None else step.step_s - step.backward_s for step in steps])
     return replace(
         typical,
         forward_s=median([step.forward_s for step in steps]),
         optimizer_s=median([step.optimizer_s for step in steps]),
-        step_s=None if after_s is None else typical.backward_s + after_s,
     )
 
 
@@ -168,9 +171,8 @@ class Step:
     """One step of a replicated module.
 
     `mode`: what reduces. `strategy`: where buckets end. `plan`: made from the ready times `ready`. `cost`: of one
-    collective, as the plan was made or would be judged; `cost_source`: where that is from. `memory`: the simulated peak
-    of the captured backward. `placements`: where gradients were computed. `refusals`: what passes left alone.
-    `backwards`: how many went which way. `optimizers`: those that update in the backward.
+    collective, as the plan was made or would be judged; `cost_source`: where that is from. `capture`: the latest
+    captured backward. `backwards`: how many went which way. `optimizers`: those that update in the backward.
     """
 
     mode: str
@@ -182,9 +184,7 @@ class Step:
     ready: ReadyTimes
     cost: AllReduceCost
     cost_source: str
-    memory: PeakMemory | None = None
-    placements: tuple[Placement, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    capture: CaptureRecord | None = None
     backwards: tuple[tuple[str, int], ...] = ()
     measured: MeasuredStep | None = None
     optimizers: tuple[OptimizerRecord, ...] = ()
@@ -209,6 +209,12 @@ class Step:
     def has_two_halves(self) -> bool:
         """Whether something of this step may end under the next forward."""
         return bool(self.left) or self.gathers_late
+
+    def time_text(self, seconds: float) -> str:
+        """In milliseconds; in percent of the backward if its length is assumed, for such times are no milliseconds."""
+        if self.is_timed:
+            return format_ms(seconds)
+        return f"{100 * seconds / self.backward_s:.1f}%" if self.backward_s else "0%"
 
     def _sharded(self) -> list[OptimizerRecord]:
         return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
@@ -261,7 +267,7 @@ class Step:
         """When the backward and its communication are predicted to end, with two halves less the next forward."""
         buckets = planned_buckets(self)
         if self.left:
-            return self.backward_s + sum(bucket.exposed_s for bucket in buckets)
+            return self.backward_s + sum(bucket.waited_s for bucket in buckets)
         return max([self.backward_s, *(bucket.finish_s for bucket in buckets)]) + self.gather_wait_s
 
     @property
@@ -269,6 +275,7 @@ class Step:
         """How long compute is predicted to stand still for communication."""
         return self.end_s - self.backward_s
 
+    @property
     def bound_s(self) -> float:
         """The earliest end of backward and communication of any plan: `release_time_bound`, then the all-gathers.
 
@@ -296,12 +303,9 @@ class Step:
         return jobs_of(members, buckets, self.cost)
 
     def to_json(self) -> str:
-        data: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE}
-        data |= {"plan": self.plan.to_dict(), "ready": json.loads(self.ready.to_json())}
-        for name in _READERS.keys() - data.keys():
-            value = getattr(self, name)
-            data[name] = [asdict(each) for each in value] if isinstance(value, tuple) else value and asdict(value)
-        return json.dumps({"version": STEP_VERSION} | data)
+        data: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        data |= {"version": STEP_VERSION, "plan": self.plan.to_dict(), "ready": json.loads(self.ready.to_json())}
+        return json.dumps(data, default=asdict)
 
     @staticmethod
     def from_json(text: str) -> Step:
@@ -322,20 +326,23 @@ def _each(kind: Callable[..., Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return lambda given: tuple(kind(**each) for each in given)
 
 
+def _capture(given: dict[str, Any]) -> CaptureRecord:
+    memory = given["memory"] and PeakMemory(**given["memory"])
+    lists = {"refusals": _each(Refusal)(given["refusals"]), "placements": _each(Placement)(given["placements"])}
+    return CaptureRecord(**given | lists | {"memory": memory})
+
+
 def _measured(given: dict[str, Any]) -> MeasuredStep:
     followed = tuple(Followed(*each) for each in given["follows"])
     return MeasuredStep(**given | {"buckets": _each(MeasuredBucket)(given["buckets"]), "follows": followed})
 
 
-_AS_THEY_ARE: Final = tuple("mode strategy world_size device cost_source backwards".split())
 _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # by field what makes it of the JSON
     "backend": lambda given: Backend(**given),
     "plan": BucketPlan.from_dict,
     "ready": lambda given: ReadyTimes.from_json(json.dumps(given)),
     "cost": AllReduceCost.from_dict,
-    "memory": lambda given: given and PeakMemory(**given),
-    "placements": _each(Placement),
-    "refusals": _each(Refusal),
+    "capture": lambda given: given and _capture(given),
     "backwards": lambda given: tuple((str(way), int(times)) for way, times in given),
     "measured": lambda given: given and _measured(given),
     "optimizers": lambda given: tuple(OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in given),
@@ -346,23 +353,8 @@ def _is_of_flags(bucket: Bucket) -> bool:
     return all(member.gradient.name == UNUSED_FLAGS for member in bucket.members)
 
 
-class PlannedBucket(NamedTuple):
-    """One bucket on the predicted timeline.
-
-    `exposed_s`: how long compute stands still for it. `stages`: when each is on the network. `needed_s`: when the next
-    forward reads it, if it may be in flight until then.
-    """
-
-    ready_s: float
-    start_s: float
-    finish_s: float
-    exposed_s: float
-    stages: tuple[Carried, ...] = ()
-    needed_s: float | None = None
-
-
-def planned_buckets(step: Step) -> list[PlannedBucket]:
-    """The predicted timeline: a link carries one stage at a time, in the order of the launches.
+def planned_buckets(step: Step) -> list[Launch]:
+    """The predicted timeline of the buckets: a link carries one stage at a time, in the order of the launches.
 
     What may end under the next forward shares the link, as many buckets at a time as the backend has lanes. The next
     forward follows at once; updates are not counted. Source: the models of `plan/network.py` (MG-WFBP, arXiv
@@ -370,12 +362,12 @@ def planned_buckets(step: Step) -> list[PlannedBucket]:
     """
     left = step.left
     if not left:
-        return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
+        return list(launches(step.jobs(), backward_s=step.backward_s))
     buckets = step.plan.buckets
     given = buckets, step.ready, step.cost, step.backward_s
     jobs = crossing_jobs(*given, forward_s=step.forward_s, left=[buckets[number] for number in left])
     return [
-        PlannedBucket(*each[:3], each.waited_s, needed_s=each.needed_s if number in left else None)
+        Launch(*each[:3], each.waited_s, needed_s=each.needed_s if number in left else None)
         for number, each in enumerate(arrivals(jobs, lanes=step.backend.lanes))
     ]
 

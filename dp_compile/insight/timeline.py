@@ -13,10 +13,11 @@ from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.ranges import GATHER
-from dp_compile.insight.step import MeasuredStep, Step, format_ms, gathers_under_the_forward, planned_buckets
+from dp_compile.insight.explain import Explanation
+from dp_compile.insight.step import MeasuredStep, Step, gathers_under_the_forward, planned_buckets
 from dp_compile.plan.network import links_of
 from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE
-from dp_compile.plan.words import count, format_bytes
+from dp_compile.plan.words import format_bytes
 
 PLANNED, MEASURED = "planned", "measured"
 COMPUTE, EXPOSED, NETWORK = "compute", "exposed", "network"
@@ -57,7 +58,7 @@ def _planned(step: Step) -> Iterator[Event]:
             exposed += [(finish_s - waited_s, finish_s)] * (waited_s > 0)
     stalls, backward_s, end_s = _joined(exposed), step.backward_s, step.end_s
     if step.left:  # buckets that end in the backward stop it, the others the forward
-        early_s = sum(each.exposed_s for number, each in enumerate(buckets) if number not in step.left)
+        early_s = sum(each.waited_s for number, each in enumerate(buckets) if number not in step.left)
         yield Event(PLANNED, COMPUTE, "next forward", backward_s + early_s, end_s + step.forward_s)
         backward_s += early_s
     elif step.gathers_late:
@@ -111,28 +112,6 @@ def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def summaries(step: Step) -> Iterator[str]:
-    """What stands above the picture: a line for the step, one for each view."""
-    yield (
-        f"{count(step.world_size, 'rank')}, {step.backend} on {step.device}, {step.strategy}, "
-        f"{count(len(step.plan.buckets), 'bucket')}, {format_bytes(step.plan.nbytes)}; an all-reduce takes {step.cost} "
-        f"({step.cost_source})"
-    )
-    if step.is_timed:
-        end, bound = format_ms(step.end_s), format_ms(step.bound_s())
-        yield f"planned: end {end}, at best {bound}, exposed {format_ms(step.exposed_s)}; {step.ready.basis}"
-    else:
-        share = step.exposed_s / (step.end_s or 1.0)
-        yield f"planned: {share:.0%} exposed; times are shares of the backward, {step.ready.basis}"
-    if (seen := step.measured) is not None:
-        exposed = format_ms(seen.exposed_s + seen.gather_s)
-        yield f"measured: backward {format_ms(seen.backward_s)}, exposed {exposed}; {seen.source}, rank {seen.rank}"
-
-
-def _time(step: Step, seconds: float) -> str:
-    return format_ms(seconds) if step.is_timed else f"{100 * seconds / (step.backward_s or 1.0):.3g}%"
-
-
 FIRST_PID: Final = 5_000_001
 """Above any process id that Linux gives (4,194,304), so that a trace can be merged with one of torch.profiler."""
 
@@ -159,7 +138,8 @@ def timeline_trace(step: Step) -> dict[str, Any]:
             times = {"ts": _us(event.start_s - zero_s), "dur": _us(event.end_s - event.start_s)}
             place = {"ph": "X", "cat": "dp_compile", "pid": pid, "tid": LANES.index(event.lane)}
             trace.append({"name": event.name} | place | times | {"args": args})
-    return {"displayTimeUnit": "ms", "otherData": {"dp_compile": list(summaries(step))}, "traceEvents": trace}
+    summary = list(Explanation(step).summary())
+    return {"displayTimeUnit": "ms", "otherData": {"dp_compile": summary}, "traceEvents": trace}
 
 
 def _us(seconds: float) -> float:
@@ -175,7 +155,8 @@ _NETWORK_COLOUR: Final = "#0067a3"
 def timeline_picture(step: Step) -> str:
     """One static SVG. A box of a bucket has its members as a tooltip."""
     events, y, parts = events_of(step), 12.0, []
-    for text in (line for summary in summaries(step) for line in wrap(summary, 150, subsequent_indent="    ")):
+    summary = Explanation(step).summary()
+    for text in (line for each in summary for line in wrap(each, 150, subsequent_indent="    ")):
         y += _LINE
         parts.append(_text(16, y, text))
     y += _LINE
@@ -190,7 +171,7 @@ def timeline_picture(step: Step) -> str:
         parts.append(_text(16, top, view, ' font-weight="bold"'))
         for tick_s in _ticks(step, start_s, end_s):
             x = _LEFT + (tick_s - start_s) * scale
-            parts.append(_text(x, top, _time(step, tick_s), f' fill="{_DIM}" text-anchor="middle" font-size="11"'))
+            parts.append(_text(x, top, step.time_text(tick_s), f' fill="{_DIM}" text-anchor="middle" font-size="11"'))
             parts.append(f'<path d="M{x:.1f} {top + 4:.1f}V{bottom:.1f}" stroke="{_RULE}"/>')
         for number, lane in enumerate(lanes):
             lane_y = top + 8 + (_BAR + 6) * number
@@ -221,13 +202,13 @@ def _text(x: float, y: float, content: str, more: str = "") -> str:
 
 
 def _box(step: Step, event: Event, x: float, y: float, scale: float) -> Iterator[str]:
-    width, about = (event.end_s - event.start_s) * scale, f"{event.name}, {_time(step, event.end_s - event.start_s)}"
+    width, about = (event.end_s - event.start_s) * scale, f"{event.name}, {step.time_text(event.end_s - event.start_s)}"
     short = event.name
     if event.bucket is not None and event.launch_s is not None:
         bucket = step.plan.buckets[event.bucket]
         short = str(event.bucket)
         members = ", ".join(member.gradient.name for member in bucket.members)
-        about += f", {format_bytes(bucket.nbytes)}, launched at {_time(step, event.launch_s)}: {members}"
+        about += f", {format_bytes(bucket.nbytes)}, launched at {step.time_text(event.launch_s)}: {members}"
     shown = max(width - (1 if width > 3 else 0), 0.8)  # one pixel between neighbours
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{shown:.1f}" height="{_BAR:.0f}"'
     yield f' fill="{_COLOURS.get(event.lane, _NETWORK_COLOUR)}"><title>{escape(about)}</title></rect>'

@@ -59,7 +59,7 @@ def plan_crossing(
         layout: how gradients lie in their buckets; `None`: buckets stay as they are, only their order changes.
         lanes: how many collectives share the network at a time.
     """
-    flags = planned.plan.flags
+    flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
     if not gradients or any(len(each.key.reduction.stages) != 1 for each in gradients):
         return planned  # These end in the backward anyway.
@@ -76,8 +76,8 @@ def plan_crossing(
         for order in _orders(jobs_of(buckets, times, cost, backward_s), times, lanes)
     ]
     best = min(orders, key=lambda order: (sum(ratios(order, backward_s, lanes)), len(order)))
-    first = (layout or PACKED).bucket([flags])
-    buckets, certificate = (first, *(job.bucket for job in best)), planned.certificate
+    first = [(layout or PACKED).bucket(flags)] if flags else []  # a step made by hand may have none
+    buckets, certificate = (*first, *(job.bucket for job in best)), planned.certificate
     if certificate is not None:
         certificate = replace(
             certificate,

@@ -71,13 +71,17 @@ class Carried(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """When the network carries a bucket; times as in `Carried`."""
+    """When the network carries a bucket; times as in `Carried`.
+
+    `needed_s`: when the next forward reads it, if it may be in flight until then.
+    """
 
     ready_s: float
     start_s: float
     finish_s: float
     waited_s: float = 0.0
     stages: tuple[Carried, ...] = ()
+    needed_s: float | None = None
 
 
 def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg, ...]:

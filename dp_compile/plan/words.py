@@ -8,6 +8,7 @@ from typing import Final
 
 BYTES_PER_MB: Final = 2**20
 WIDTH: Final = 80
+SHORTEST_CELL: Final = 12
 
 
 def count(number: int, noun: str) -> str:
@@ -28,6 +29,24 @@ def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
     """`rank 1`, or `ranks 0, 2 and 12 more`."""
     named = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
     return f"rank{'s' * (len(ranks) > 1)} {named}"
+
+
+def table(rows: Sequence[Sequence[str]], *, left: Sequence[int], width: int = WIDTH, between: str = "  ") -> list[str]:
+    """Rows of cells as lines of at most `width`. The columns `left` are text, and to the left.
+
+    In the widest of them a cell that is too long loses its middle: `blocks..bias`.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widest = max(left, key=widths.__getitem__)
+    room = max(SHORTEST_CELL, width - sum(widths) - len(between) * (len(widths) - 1) + widths[widest])
+    widths[widest] = min(widths[widest], room)
+
+    def padded(number: int, text: str) -> str:
+        if len(text) > widths[number]:
+            text = f"{text[: room // 2 - 1]}..{text[-(room - room // 2 - 1) :]}"
+        return text.ljust(widths[number]) if number in left else text.rjust(widths[number])
+
+    return [between.join(map(padded, range(len(row)), row)).rstrip() for row in rows]
 
 
 def in_columns(text: str) -> str:

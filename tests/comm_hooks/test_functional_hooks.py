@@ -524,5 +524,5 @@ def test_a_bucket_sends_what_its_hook_hands_out():
     assert Step.from_json(step.to_json()).communication_s == predict(step).communication_s == step.communication_s
     # In the place of the hook: all bytes, in one round.
     plain = predict(step, dtype="float32")
-    assert plain.step.plan.gradients[0].key.reduction.hook is None
+    assert plain.plan.gradients[0].key.reduction.hook is None
     assert plain.communication_s == pytest.approx(sum(step.cost.seconds(each.nbytes) for each in buckets), rel=1e-9)
