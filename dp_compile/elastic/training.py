@@ -164,6 +164,10 @@ class Training:
         """Around one step. Every rank enters as many of them as the others."""
         return Step(self)
 
+    def _warn(self, text: str) -> None:
+        """A process keeps its name, its rank changes with each group."""
+        logger.warning("process %s: %s", self._registry.process, text)
+
     @property
     def _device(self) -> torch.device:
         return self._replicas()[0].device
@@ -244,7 +248,7 @@ class Training:
             self._registry.leave()
             return False
         # What this package adds names a rank that is late, by the monitor, which is off here.
-        logger.warning("step %d is lost: %s", self.steps + 1, str(error.__cause__ or error).splitlines()[0])
+        self._warn(f"step {self.steps + 1} is lost: {str(error.__cause__ or error).splitlines()[0]}")
         now = [each._version for each in self._parameters()]
         with torch.no_grad():
             for buffer, before in self._buffers:
@@ -269,7 +273,7 @@ class Training:
         self._registry.meet(grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s)
         lost = [each for each in before if each not in self._registry.members.processes]
         new = [each for each in self._registry.members.processes if each not in before]
-        logger.warning("generation %d: lost processes: %s; new: %s", self.generation, lost or "none", new or "none")
+        self._warn(f"generation {self.generation}: lost processes: {lost or 'none'}; new: {new or 'none'}")
         self._form_or_meet()
 
     def _form_or_meet(self) -> None:
@@ -281,14 +285,14 @@ class Training:
                 self._has_left = True
                 self._registry.leave()
                 raise
-            logger.warning("a rank was lost while generation %d formed its group: %s", self.generation, error)
+            self._warn(f"a rank was lost while generation {self.generation} formed its group: {error}")
             self._meet()
 
     def _form(self) -> None:
         """Make the group of the generation, and give ranks that have not finished most steps what they lack."""
         distributed.end_all_groups()
         _init_process_group(self._registry, timedelta(seconds=self._timeout_s))
-        group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+        group, ranks = dist.group.WORLD, dist.get_world_size()
         assert group is not None
         assert distributed.group_name(group) == self._group_name, "compiled code finds the group by its name"
         for parameter in self._model.parameters():
@@ -316,7 +320,7 @@ class Training:
         self.steps = most
         if not self._has_compiled:
             distributed.set_timeout(self._start_timeout_s)
-        logger.warning("%d ranks go on after step %d, this is rank %d", ranks, most, rank)
+        self._warn(f"{ranks} ranks go on after step {most}, this is rank {dist.get_rank()}")
 
     def _copy(self, source: int, *, is_behind: bool) -> None:
         """Send what the source has. A rank that receives has the state of no step until all of it has arrived."""

@@ -45,7 +45,7 @@ from dp_compile.engine.plan_sync import finalize_plans, meet_before_launch
 from dp_compile.engine.window import BackwardState, Capturing, OneBackward, current, wait_for_window
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, ReductionError
 from dp_compile.replica.precision import recomputing
-from dp_compile.replica.replica import Replica, owners, warn_once
+from dp_compile.replica.replica import Replica, owners, warn, warn_once
 from dp_compile.replica.store_channel import is_of_other_ranks
 
 logger = logging.getLogger("dp_compile.backward")
@@ -279,11 +279,8 @@ def _leave(state: BackwardState, error: BaseException) -> None:
     except Exception as another:
         if is_of_other_ranks(another):
             raise
-        logger.warning(
-            "this rank failed and could not launch its remaining collectives; other ranks wait for them until their "
-            "time-out",
-            exc_info=True,
-        )
+        message = "failed, and did not launch its remaining collectives; other ranks wait for them until their time-out"
+        warn(logger, message, exc_info=True)
 
 
 def _follow(state: BackwardState, error: BaseException) -> None:

@@ -31,7 +31,7 @@ from dp_compile.errors import DesyncError, ReductionError
 from dp_compile.plan.words import ranks_in_words
 from dp_compile.replica.gradients import dense_strides, local_view
 from dp_compile.replica.module_names import fully_qualified
-from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.replica import Replica, owners, warn
 from dp_compile.replica.store_channel import all_gather_object, channel_of, unique_topic
 
 logger = logging.getLogger("dp_compile.guards")
@@ -218,7 +218,7 @@ def check_parameters(replica: Replica) -> None:
         if differing[:1] == [0] and not is_asked:
             this.is_off = True
             what = "machines, numbers of threads or builds of torch differ, so optimizers may round differently"
-            logger.warning(f"parameters are not compared between ranks: {what}. {CHECK_VARIABLE}=100 compares them.")
+            warn(logger, f"parameters are not compared between ranks: {what}. {CHECK_VARIABLE}=100 compares them.")
         elif places := [place - 1 for place in differing if place]:
             raise DesyncError(_describe(replica, sums, places))
     number = this.backwards

@@ -9,9 +9,10 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -415,7 +416,13 @@ def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str,
     for replica in new:
         replica.state.warned.add(key or message)
     if new:
-        logger.warning(message, *args)
+        warn(logger, message, *args)
+
+
+def warn(logger: logging.Logger, message: str, *args: object, **options: Any) -> None:
+    """Log a warning that names this rank: logs of ranks are often one stream."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    logger.warning(f"rank {rank}: {message}", *args, **options)
 
 
 class Owners:

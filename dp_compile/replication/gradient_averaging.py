@@ -18,7 +18,7 @@ from dp_compile.plan.planner import PlanResult, assumed_times, plan_fixed, plan_
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.group import Group
-from dp_compile.replica.replica import PlanState, Replica
+from dp_compile.replica.replica import PlanState, Replica, warn
 from dp_compile.replica.store_channel import check_consistent_in_call, propagate_errors
 from dp_compile.replica.supported import (
     AVERAGING,
@@ -137,4 +137,4 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
     average_by(replica, hook.averaging)
     if hook.is_called:
         what = "it is called with each bucket by hooks that run eagerly, backwards are not captured"
-        logger.warning("%s has comm hook %s: %s: %s.", name, hook.name, what, hook.why_called)
+        warn(logger, "%s has comm hook %s: %s: %s.", name, hook.name, what, hook.why_called)

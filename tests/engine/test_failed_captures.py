@@ -76,7 +76,7 @@ def test_what_a_capture_cannot_take(name, caplog):
     assert compiler.captures() == before  # it is known
     assert twin.backwards == {"eager hooks": 2}
     (said,) = messages(caplog)
-    assert said.startswith("a backward is not captured, its hooks run eagerly: ")
+    assert said.startswith("rank 0: a backward is not captured, its hooks run eagerly: ")
     assert why in said
     assert "parity.py:" in said or "test_failed_captures.py:" in said  # the line of the backward, or of the hook
     twin.step()

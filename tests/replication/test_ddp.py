@@ -72,6 +72,17 @@ def test_without_hooks_torch_reduces(by_wrapper):
         dp_compile.explain(ours)
 
 
+def test_without_hooks_the_report_has_the_ranks_of_the_group():
+    group, model = dist.new_group([0]), build()
+    dp_compile.replicate(model, ddp_python_hook=False, process_group=group)
+    for _ in range(2):  # torch makes its DDP in the first forward
+        assert "1 rank, " in str(dp_compile.report(model))
+        model(torch.randn(6, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+        assert "1 rank, " in str(dp_compile.report(DistributedDataParallel(build(), process_group=group)))
+
+
 def test_without_hooks_options_that_torch_does_not_have_are_refused():
     policy = MixedPrecisionPolicy(torch.bfloat16)
     config = dp_compile.ReplicateConfig(ddp_python_hook=False, mp_policy=policy, check_nan=True)
