@@ -11,6 +11,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -111,14 +112,14 @@ def _add_step(parser: Any) -> None:
 
 def _read_step(args: argparse.Namespace) -> Step:
     """The step of a file, with the measured times of a trace if one is given."""
-    from dp_compile.insight.profile import with_profile
+    from dp_compile.insight.profile import measured_step
     from dp_compile.insight.step import Step
 
     try:
         step = Step.from_json(Path(args.step).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{args.step}: {getattr(error, 'strerror', None) or error}") from error
-    return step if args.profile is None else with_profile(step, args.profile)
+    return step if args.profile is None else replace(step, measured=measured_step(args.profile, step))
 
 
 def _add_explain(add: Add) -> None:
@@ -127,10 +128,6 @@ def _add_explain(add: Add) -> None:
         help="what bounds a saved step, what is exposed and why, what would help",
         description="Explain a step that was saved by Step.to_json.",
         epilog="""\
-examples:
-  dp-compile explain step.json
-  dp-compile explain step.json --profile trace.json.gz       with measured times
-
 A step file is written by dp-compile train --save-step step.json, or by
   pathlib.Path("step.json").write_text(dp_compile.step_of(model).to_json())
 """,
@@ -152,13 +149,7 @@ def _add_timeline(add: Add) -> None:
         "timeline",
         help="draw a step: compute and network, planned and measured",
         description="Draw a saved step as *.svg or *.json, a trace for ui.perfetto.dev.",
-        epilog="""\
-examples:
-  dp-compile timeline step.json -o step.svg -o trace.json
-  dp-compile timeline step.json -o step.svg --profile trace.json.gz
-
-Times are predicted. Of a measured step both are drawn, on one axis.
-""",
+        epilog="Times are predicted. Of a measured step both are drawn, on one axis.",
     )
     _add_step(parser)
     parser.add_argument("-o", "--output", type=Path, action="append", required=True, metavar="FILE")

@@ -228,7 +228,7 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     if autograd.profiler_is_on():
         raise UnsupportedModuleError(
             "torch.profiler is active already, in another measure() block or in your code; a process can run only one. "
-            "Leave its block first, or read its trace: dp_compile.insight.profile.with_profile(step_of(model), file)."
+            "Leave its block first, or read its trace: dp_compile.insight.profile.measured_step(file, step_of(model))."
         )
     on_gpu = replica.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:

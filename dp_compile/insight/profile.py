@@ -77,11 +77,6 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
     return replace(typical_step(steps), source=source, rank=rank)
 
 
-def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
-    """The same step with what a trace measured; raises as `measured_step`."""
-    return replace(step, measured=measured_step(trace, step))
-
-
 def measured_steps(
     events: Iterable[Event], plan: BucketPlan, module: int | None = None, *, in_flight: bool = False
 ) -> tuple[list[MeasuredStep], Counter[str]]:

@@ -37,7 +37,7 @@ from dp_compile.bench.contract import Workload
 from dp_compile.bench.modes import Loop, wrap
 from dp_compile.bench.modes import mode as mode_of
 from dp_compile.config import MONITOR_VARIABLE
-from dp_compile.insight.profile import measured_step, with_profile
+from dp_compile.insight.profile import measured_step
 from dp_compile.insight.step import Step
 from dp_compile.insight.timeline import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
@@ -382,7 +382,7 @@ def _predicted_and_measured(task, training, cost, claim, *, is_kept):
     path = f"{task.out}/trace.json.gz" if is_kept else f"{task.scratch}/trace.{os.getpid()}.json.gz"
     recorded.export_chrome_trace(path)
     if is_kept:
-        Path(task.out, "timeline.svg").write_text(timeline_picture(with_profile(step, path)))
+        Path(task.out, "timeline.svg").write_text(timeline_picture(replace(step, measured=measured_step(path, step))))
     error, figure = _compared(step.exposed_s, measured_step(path, step).exposed_s, step_s)
     # A CPU that other jobs share proves nothing of times.
     task.record(claim, MEASURED if task.rehearse else error <= 0.05, figure)
