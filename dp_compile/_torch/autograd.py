@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +32,8 @@ with named():
     _run_at_import = _Engine.run_backward
     copy_all: Callable[..., None] = torch._foreach_copy_
     multiply_all: Callable[..., None] = torch._foreach_mul_
+    _SetExcluded: Callable[..., Any] = torch._C._SetExcludeDispatchKeyGuard
+    _use_count: Callable[[int], int] = torch._C._storage_Use_Count
     _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     _profiled_at_import = _profiler._is_profiler_enabled
 
@@ -40,6 +41,12 @@ NO_GRAPH_TASK: Final = -1
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """How often a tensor has been changed in place. Asked for every parameter twice in a backward: no call of Python."""
+
+
+def counting_versions() -> contextlib.AbstractContextManager[object]:
+    """Inside, `version_of` counts in ops that compiled code calls, too, which run below autograd."""
+    guard: contextlib.AbstractContextManager[object] = _SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False)
+    return guard
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -188,29 +195,4 @@ def holders(tensor: torch.Tensor) -> tuple[int, int]:
     is one that everybody gets, so that the first number does not show them (torch 2.13).
     """
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
-
-
-@functools.cache
-def shows_holders() -> bool:
-    """Whether this torch says so, of all who could look at memory later."""
-    try:
-        with as_outermost_code():  # while something is compiled, tensors are fake
-            tensor = torch.empty(4, dtype=torch.uint8, device="cpu")
-            alone = holders(tensor)
-            for held in _held(tensor):
-                if holders(tensor) == alone:
-                    return False
-                del held
-            return holders(tensor) == alone
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-
-
-def _held(tensor: torch.Tensor) -> Iterator[Any]:
-    """The memory of a tensor, held in different ways, one after the other."""
-    yield tensor[1:]
-    yield tensor.detach()
-    yield tensor.numpy()
-    yield tensor.untyped_storage()
-    yield tensor.detach().__dlpack__()
+    return _use_count(storage._cdata), sys.getrefcount(storage)

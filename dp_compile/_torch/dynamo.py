@@ -26,7 +26,6 @@ with named():
     from torch._dynamo.exc import RecompileError as _RecompileError
     from torch._dynamo.external_utils import FakeCompiledAutogradEngine as _Engine
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
-    from torch._dynamo.external_utils import call_backward as call_backward
     from torch._dynamo.external_utils import call_hook as call_hook
     from torch._dynamo.external_utils import unwrap_maybe_dynamic_int as _unwrap_size
     from torch._dynamo.utils import counters as _counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,17 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     return hook
 
 
+_WIRES: Final = {
+    hooks.allreduce_hook.__code__: None,
+    hooks.fp16_compress_hook.__code__: "float16",
+    hooks.bf16_compress_hook.__code__: "bfloat16",
+    # A wrapper makes a new function each time: it is known by its code, and around what it is by its closure.
+    hooks.fp16_compress_wrapper(hooks.allreduce_hook).__code__: "float16",
+    hooks.bf16_compress_wrapper(hooks.allreduce_hook).__code__: "bfloat16",
+}
+"""The dtype in which torch's own hooks average, by their code."""
+
+
 def _cast_of(function: TorchHook) -> Averaging | None:
     """What torch's own hooks do that average in another dtype; `None` of any other.
 
@@ -86,12 +97,8 @@ def _cast_of(function: TorchHook) -> Averaging | None:
     cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if the
     number of ranks is a power of two, else one rounding less.
     """
-    plain = {hooks.allreduce_hook: None, hooks.fp16_compress_hook: "float16", hooks.bf16_compress_hook: "bfloat16"}
-    if inspect.isfunction(function) and function in plain:
-        return Averaging(plain[function], in_collective=False, all_before=True)
-    for wire, wrapper in (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper)):
-        # A wrapper makes a new function each time: it is known by its code, and around what it is by its closure.
-        if getattr(function, "__code__", None) is wrapper(hooks.allreduce_hook).__code__:
-            inner = inspect.getclosurevars(function).nonlocals.get("hook")
-            return Averaging(wire, in_collective=False, all_before=True) if inner is hooks.allreduce_hook else None
-    return None
+    code = getattr(function, "__code__", None)
+    if code not in _WIRES:
+        return None
+    inner = inspect.getclosurevars(function).nonlocals.get("hook", hooks.allreduce_hook)
+    return Averaging(_WIRES[code], in_collective=False, all_before=True) if inner is hooks.allreduce_hook else None

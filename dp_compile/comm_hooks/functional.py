@@ -20,7 +20,7 @@ import re
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -93,15 +93,15 @@ _hooks: weakref.WeakValueDictionary[str, FunctionalHook] = weakref.WeakValueDict
 
 def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     """A key by which plans and graphs call a hook, the same in every process, and the hook that has it."""
-    kind, problem = type(hook), ""
-    if re.search(r" at 0x[0-9a-f]+", repr(hook)):  # a memory address, which differs between ranks
-        problem = (
-            "has a repr that contains a memory address, which differs between ranks, so ranks cannot compare it. Make "
-            "its class a frozen dataclass, with fields whose repr shows their value"
-        )
-    elif not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
-        problem = f"must have as rounds a tuple of some of {', '.join(ROUNDS)}, got {hook.rounds!r}"
-    refuse(hook, problem)
+    kind = type(hook)
+    _require(
+        re.search(r" at 0x[0-9a-f]+", repr(hook)) is None,
+        hook,
+        "has a repr that contains a memory address, which differs between ranks, so ranks cannot compare it. Make its "
+        "class a frozen dataclass, with fields whose repr shows their value",
+    )
+    has_rounds = isinstance(hook.rounds, tuple) and hook.rounds and set(hook.rounds) <= set(ROUNDS)
+    _require(has_rounds, hook, f"must have as rounds a tuple of some of {', '.join(ROUNDS)}, got {hook.rounds!r}")
     try:
         source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:
@@ -111,8 +111,8 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     return key, _hooks.setdefault(key, hook)
 
 
-def refuse(hook: object, problem: str) -> None:
-    if problem:
+def _require(condition: object, hook: FunctionalHook, problem: str) -> None:
+    if not condition:
         raise ConfigError(f"comm hook {hook} {problem}.")
 
 
@@ -133,12 +133,13 @@ class HookState:
     parameter name, so it may be loaded whichever buckets there are.
     """
 
+    _is_bound = False
+
     def __init__(self) -> None:
         self.backwards = 0
         """Synchronised backwards so far."""
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         """By parameter, then by the hook's own name."""
-        self._is_bound = False
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
@@ -153,18 +154,11 @@ class HookState:
         """
         self.check_free()
         try:
-            self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
+            self.restore(state_dict)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"state_dict is not the state of a comm hook: {error!r}. Pass the result of HookState.state_dict()."
             ) from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.state_dict()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        HookState.__init__(self)
-        self.load_state_dict(state)
 
     # --- for the engine
 
@@ -182,7 +176,9 @@ class HookState:
         fresh = {name: _initial_state(hook, name, each) for name, each in pairs if not each.is_complex()}
         if self._tensors:
             _check_alike(self._tensors, fresh)
-            _copy(self._tensors, fresh)
+            for name, state in fresh.items():
+                for key, tensor in state.items():
+                    tensor.copy_(self._tensors[name][key])
         self._tensors, self._is_bound = fresh, True
 
     def unbind(self) -> None:
@@ -192,19 +188,14 @@ class HookState:
         return self._tensors.get(name, {})
 
     def restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy what `state_dict` gave back, after a warm-up."""
-        self.backwards = state_dict["backwards"]
-        _copy(state_dict["tensors"], self._tensors)
+        """Take copies of what `state_dict` gave."""
+        self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
+
+    __getstate__, __setstate__ = state_dict, restore
 
 
 def _copies(tensors: Mapping[str, State]) -> dict[str, dict[str, torch.Tensor]]:
     return {name: {key: each.clone() for key, each in state.items()} for name, state in tensors.items()}
-
-
-def _copy(source: Mapping[str, State], target: Mapping[str, State]) -> None:
-    for name, state in target.items():
-        for key, tensor in state.items():
-            tensor.copy_(source[name][key])
 
 
 def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -225,15 +216,16 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
 def _check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
     """An error if a state that is loaded has other tensors than a hook has."""
     for name in sorted({*given, *wanted}):
-        kinds = [
-            None if state is None else {key: (tuple(each.shape), each.dtype) for key, each in sorted(state.items())}
-            for state in (given.get(name), wanted.get(name))
-        ]
-        if kinds[0] != kinds[1]:
+        found, expected = (_kinds(state[name]) if name in state else None for state in (given, wanted))
+        if found != expected:
             raise ConfigError(
-                f"the loaded comm hook state does not match {name}: it has {kinds[0] or 'nothing'}, the hook expects "
-                f"{kinds[1] or 'nothing'}. Load a state that was saved with this model and this hook."
+                f"the loaded comm hook state does not match {name}: it has {found or 'nothing'}, the hook expects "
+                f"{expected or 'nothing'}. Load a state that was saved with this model and this hook."
             )
+
+
+def _kinds(tensors: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
 
 
 # --- a run of it ---------------------------------------------------------------------------------------------------
@@ -268,11 +260,6 @@ class HookRun:
     """After the last step, when the gradients are let go: what is remembered of each from now on."""
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
 
-    @property
-    def given(self) -> list[torch.Tensor]:
-        """The gradients and the state of each."""
-        return [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values())]
-
     def step(self, received: Tensors) -> list[torch.Tensor]:
         """What is sent next, after the results `received` of all rounds before; at the end the reduced gradients.
 
@@ -282,10 +269,11 @@ class HookRun:
         Raises:
             ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
         """
-        hook, given = hook_of(self.key), [*self.given, *received]
+        hook, states = hook_of(self.key), self.bucket.state
+        given = [*self.bucket.gradients, *(each for state in states for each in state.values()), *received]
         versions = list(map(autograd.version_of, given))
         # Autocast around backward() is not meant for this.
-        with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+        with autograd.counting_versions(), torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             try:
                 if self._reducing is None:
                     self._reducing = hook.reduce(self.bucket)
@@ -294,43 +282,42 @@ class HookRun:
                     found = [self._checked_sent(hook, self._reducing.send(received[-1]))]
             except StopIteration as end:
                 found = self._checked_end(hook, end.value)
-        refuse(hook, WROTE if versions != list(map(autograd.version_of, given)) else "")
+        is_whole = versions == list(map(autograd.version_of, given))
+        _require(is_whole, hook, "wrote to a tensor that it was given. Compute a new one")
         self.steps += 1
         return found
 
     def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
-        count, problem = len(hook.rounds), ""
-        if self.steps >= count or not isinstance(sent, torch.Tensor):
-            what = f"yields {type(sent).__name__}" if self.steps < count else "yields once more"
-            problem = f"must yield {count} tensors, one per round, but {what}"
-        elif hook.rounds[self.steps] == ALL_TO_ALL and sent.numel() % self.bucket.ranks:
-            problem = (
-                f"yields {sent.numel()} elements for all_to_all, which are not divisible by {self.bucket.ranks} ranks. "
-                "Pad them to a multiple of the number of ranks"
-            )
-        refuse(hook, problem)
-        return _copied(sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten())
+        count, ranks = len(hook.rounds), self.bucket.ranks
+        what = type(sent).__name__ if self.steps < count else "once more"
+        is_due = self.steps < count and isinstance(sent, torch.Tensor)
+        _require(is_due, hook, f"must yield {count} tensors, one per round, but yields {what}")
+        if hook.rounds[self.steps] == ALL_REDUCE:
+            return _copied(sent)
+        _require(
+            hook.rounds[self.steps] != ALL_TO_ALL or sent.numel() % ranks == 0,
+            hook,
+            f"yields {sent.numel()} elements for all_to_all, which are not divisible by {ranks} ranks. Pad them to a "
+            "multiple of the number of ranks",
+        )
+        return _copied(sent.flatten())
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
-        too_few = f"has {len(hook.rounds)} rounds, but yields {self.steps} tensors only"
-        refuse(hook, too_few if self.steps < len(hook.rounds) else "")
+        count = len(hook.rounds)
+        _require(self.steps == count, hook, f"has {count} rounds, but yields {self.steps} tensors only")
+
+        def kinds(gradients: Tensors, states: Sequence[State]) -> list[Any]:
+            return [_kinds({"": each, **state}) for each, state in zip(gradients, states, strict=True)]
+
         try:
             reduced, states = map(list, result)
-        except (TypeError, ValueError):
+            after = kinds(reduced, states)
+        except (TypeError, ValueError, AttributeError):
             message = f"comm hook {hook!r} must return the reduced gradients and the state of each, got {result!r}."
             raise ConfigError(message) from None
-        gradients, old = self.bucket.gradients, self.bucket.state
-        names = [list(state) for state in old]
-        others = f"must return state with the names that it was given: {names}"
-        refuse(hook, others if list(map(sorted, states)) != list(map(sorted, names)) else "")
-
-        def kinds(tensors: Tensors, states: Sequence[State]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-            of_states = [state[name] for state, own in zip(states, names, strict=True) for name in own]
-            return [(tuple(each.shape), each.dtype) for each in (*tensors, *of_states)]
-
-        before, after = kinds(gradients, old), kinds(reduced, states)
-        refuse(hook, f"must return tensors of shapes and dtypes {before}, got {after}" if before != after else "")
-        self.new_state = list(map(_state_after, old, states, reduced))
+        before = kinds(self.bucket.gradients, self.bucket.state)
+        _require(before == after, hook, f"must return tensors of names, shapes and dtypes {before}, got {after}")
+        self.new_state = list(map(_state_after, self.bucket.state, states, reduced))
         self.bucket = self.bucket._replace(gradients=())
         return list(map(_copied, reduced))
 
@@ -349,9 +336,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-WROTE: Final = "wrote to a tensor that it was given. Compute a new one"
-
-
 def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBucket:
     """What a hook is given that reduces over a group, by its name."""
     ranks = distributed.group_of_name(group)
@@ -367,23 +351,6 @@ def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> li
         for one in initial
     ]
     run = HookRun(key, bucket_of(gradients, state, group))
-    with _NoWrites(key, [*run.given, *received]):
-        for count in range(len(received) + 1):
-            found = run.step(received[:count])
+    for count in range(len(received) + 1):
+        found = run.step(received[:count])
     return found
-
-
-class _NoWrites(autograd.TorchDispatchMode):
-    """Inside, these tensors are not written to. Ops of compiled code run below autograd, where no versions count."""
-
-    def __init__(self, hook: str, given: Tensors) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._hook, self._storages = hook, [each.untyped_storage() for each in given]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        arguments = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        for written in (arguments.get(each.name) for each in func._schema.arguments if each.is_write):
-            for tensor in written if isinstance(written, (list, tuple)) else [written]:
-                is_given = isinstance(tensor, torch.Tensor) and tensor.untyped_storage() in self._storages
-                refuse(self._hook, WROTE if is_given else "")
-        return func(*args, **(kwargs or {}))

@@ -43,7 +43,7 @@ class MemoryPlace(NamedTuple):
 def place_of(bucket: fx.Node) -> MemoryPlace | None:
     """The memory that a bucket has if it is used again; `None`: it is allocated in each backward."""
     place = bucket.meta.get(PLACE)
-    if not isinstance(place, MemoryPlace) or place.wish is False or not autograd.shows_holders():
+    if not isinstance(place, MemoryPlace) or place.wish is False:
         return None
     value = bucket.meta["val"]
     if value.device.type != "cpu":

@@ -196,8 +196,8 @@ class TestAlone:
             ("no tensor", "must yield 1 tensors, one per round, but yields int"),
             ("odd parts", "yields 3 elements for all_to_all, which are not divisible by 2 ranks"),
             ("nothing", "must return the reduced gradients and the state of each, got None"),
-            ("other shapes", r"must return tensors of shapes and dtypes .*\(7, 6\).*, got .*\(42,\)"),
-            ("other names", "must return state with the names that it was given"),
+            ("other shapes", r"must return tensors of names, shapes and dtypes .*\(7, 6\).*, got .*\(42,\)"),
+            ("other names", "must return tensors of names, shapes and dtypes .*, got .*new"),
         ],
     )
     def test_hooks_that_do_not_keep_to_it(self, fault, message):

@@ -53,7 +53,7 @@ def all_are_kept(code_of_kept):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["untyped_storage", "storage", "numpy", "detach"])
+@pytest.mark.parametrize("kind", ["untyped_storage", "storage", "numpy", "detach", "__dlpack__"])
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_whatever_looks_at_the_memory_keeps_it(kind):
     memory = BucketMemory()
