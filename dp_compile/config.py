@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from dp_compile.errors import ConfigError, require
+from dp_compile.errors import ConfigError, is_number, require
 from dp_compile.plan.cost import AllReduceCost
 
 if TYPE_CHECKING:
@@ -38,19 +38,15 @@ _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-
-
 _SWITCH: Final = (lambda value: isinstance(value, bool), "True or False")
 _SWITCH_OR_NONE: Final = (lambda value: value is None or isinstance(value, bool), "True, False or None")
 
 _ALLOWED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "ddp_python_hook": _SWITCH_OR_NONE,
-    "bucket_cap_mb": (lambda cap: cap is None or _is_positive(cap), "> 0 (math.inf: one bucket per key)"),
+    "bucket_cap_mb": (lambda cap: cap is None or (is_number(cap) and cap > 0), "> 0 (math.inf: one bucket per key)"),
     "cost": (lambda cost: cost is None or isinstance(cost, AllReduceCost), "an AllReduceCost, as calibrate().cost"),
     "gradient_divide_factor": (
-        lambda factor: factor is None or (_is_positive(factor) and math.isfinite(factor)),
+        lambda factor: factor is None or (is_number(factor) and 0 < factor < math.inf),
         "finite and > 0 (gradients are divided by it)",
     ),
     **dict.fromkeys(("find_unused_parameters", "static_graph", "broadcast_buffers"), _SWITCH),

@@ -1,5 +1,8 @@
 """The errors of `dp_compile`. Each says what was given, what is allowed and what to do."""
 
+import math
+from typing import TypeGuard
+
 
 class DPCompileError(Exception):
     """Base of all errors that `dp_compile` raises on purpose."""
@@ -42,6 +45,11 @@ def require(condition: bool, name: str, allowed: str, got: object, hint: str = "
     if not condition:
         found = got.__name__ if isinstance(got, type) else repr(got)
         raise ConfigError(f"{name} must be {allowed}, got {found}.{hint}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number: no bool, and not NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def require_integer(name: str, value: object, least: int) -> None:

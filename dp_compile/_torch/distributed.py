@@ -41,6 +41,8 @@ with named():
     _abort_process_group, _set_pg_timeout = _c10d._abort_process_group, _c10d._set_pg_timeout
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
 
+_BROADCAST_BYTES: Final = 250 * 2**20
+"""As torch's DDP."""
 _BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _SENT: Final = frozenset(
     {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
@@ -166,17 +168,17 @@ def connect_again(store: Store, timeout_s: float) -> Store:
     return connection
 
 
-def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype. Of DTensors the
     parts that the ranks hold, which have to be parts alike. Tensors have the same strides on all ranks."""
     if tensors:
-        _broadcast_coalesced(group, list(map(_as_sent, tensors)), bucket_bytes, source)
+        _broadcast_coalesced(group, list(map(_as_sent, tensors)), _BROADCAST_BYTES, source)
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, each element once, in a dtype that every backend copies. gloo knows neither 16-bit
     integers nor float8 (torch 2.13), and an expanded tensor cannot be written to."""
-    tensor = local_tensor(tensor)
+    tensor = local_tensor(tensor).detach()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -19,12 +19,11 @@ from dp_compile._torch import compiler, distributed
 from dp_compile._torch.distributed import PrefixStore, TCPStore
 from dp_compile.elastic.membership import LeftOutError, LostStateError, Members, Registry
 from dp_compile.engine import flags, guards
-from dp_compile.engine.backward import BROADCAST_BYTES
 from dp_compile.engine.guards import fingerprints
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.plan_sync import plan_from_times
 from dp_compile.errors import ConfigError, DesyncError, VoidBackwardError
-from dp_compile.optim.update import Whole
+from dp_compile.optim.update import Update
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import PlanResult, ReadyTimes
 from dp_compile.replica.gradients import gradient_specs
@@ -195,10 +194,7 @@ class Training:
                 )
             if not replica.state.reduces_gradients:
                 raise ConfigError(f"elastic.Training averages gradients, and those of {first} are not reduced.")
-            if any(
-                each.deferred is not None or not isinstance(getattr(each, "part", None), Whole)
-                for each in replica.after.updates
-            ):
+            if any(each.deferred is not None or type(each) is not Update for each in replica.after.updates):
                 raise ConfigError(
                     f"an optimizer of {first} is sharded, or leaves updates for the next forward: the state of a lost "
                     "rank would be lost with it. Call in_backward() without shard and overlap_forward."
@@ -332,7 +328,7 @@ class Training:
             tensors += [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *replica.buffers]
         is_source = dist.get_rank() == source
         into = [each.detach() if is_behind or is_source else torch.empty_like(each) for each in tensors]
-        distributed.broadcast(into, group, BROADCAST_BYTES, source)
+        distributed.broadcast(into, group, source)
         given = [each.state_dict() for each in self._states] if is_source else None
         box: list[Any] = [given, [plan_facts(replica) for replica in self._replicas()]]
         dist.broadcast_object_list(box, source, device=self._device)

@@ -49,7 +49,6 @@ from dp_compile.replica.replica import Replica, owners, warn, warn_once
 from dp_compile.replica.store_channel import is_of_other_ranks
 
 logger = logging.getLogger("dp_compile.backward")
-BROADCAST_BYTES = 250 * 2**20
 AT_ONCE: Final = 4
 COMES_AGAIN: Final = 64
 """So many graphs of a module, by its plan, are compiled when they come for the first time; another one pays for its
@@ -414,7 +413,7 @@ def complete_backward(
         replica.state.uneven.rescale()
     if replica.config.broadcast_buffers:
         source = 0 if replica.state.uneven is None else replica.state.uneven.source
-        distributed.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES, source)
+        distributed.broadcast(replica.buffers, replica.group.process_group, source)
     replica.count_synced()
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)

@@ -47,7 +47,7 @@ class Deferred:
     def begin(self) -> None:
         """A backward begins: nothing stays in flight, and its updates use the options that the optimizer has now."""
         self.complete()
-        self._options = options_of(self._setup.optimizer, copied) if self._setup.find_optimizer() is not None else ()
+        self._options = options_of(self._setup.optimizer, copied)
 
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]

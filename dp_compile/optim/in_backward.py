@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from dp_compile.errors import ConfigError, require
+from dp_compile.errors import ConfigError, is_number, require
 from dp_compile.optim.deferred import Deferred
 from dp_compile.optim.readers import let_readers_wait
 from dp_compile.optim.setup import Setup, check_kind
 from dp_compile.optim.shard import Shard
-from dp_compile.optim.update import Part, Update, Whole
+from dp_compile.optim.update import Update
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replica.replica import Replica
@@ -79,8 +79,7 @@ def in_backward(
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
     _check_parameters(replica, mine)
     deferred = Deferred(setup) if overlap_forward else None
-    part: Part = Shard(setup, deferred) if shard else Whole(setup, deferred)
-    update = Update(setup, part, deferred)
+    update = (Shard if shard else Update)(setup, deferred)
     update.install()
     replica.after.updates.append(update)
     if deferred is not None:
@@ -123,12 +122,12 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
         ConfigError: `to` is no rank of the group.
     """
     update = _known.get(optimizer)
-    if update is None or not isinstance(update.part, Shard):
+    if not isinstance(update, Shard):
         return optimizer.state_dict()
-    ranks = update.part.ranks
+    ranks = update.ranks
     is_rank = to is None or (type(to) is int and 0 <= to < ranks)
     require(is_rank, "to", f"a rank of the module's group, 0 to {ranks - 1}, or None", to)
-    return update.part.full_state_dict(to)
+    return update.full_state_dict(to)
 
 
 def _is_installed(update: Update) -> bool:
@@ -160,29 +159,27 @@ def _check_parameters(replica: Replica, mine: Sequence[int]) -> None:
 
 
 def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, shard: object) -> None:
-    kind, problem = type(optimizer), ""
+    kind = type(optimizer)
     check_kind(optimizer)
     if not f"{kind.__module__}.".startswith("torch.optim."):
-        problem = (
+        raise ConfigError(
             f"{kind.__name__} is not of torch.optim: it cannot be verified that it updates parameters independently. "
             "Use it without in_backward(), or an optimizer of torch.optim."
         )
-    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-    require(max_norm is None or (is_number and max_norm > 0), "max_norm", "a number > 0 or None", max_norm)
+    is_norm = max_norm is None or (is_number(max_norm) and max_norm > 0)
+    require(is_norm, "max_norm", "a number > 0 or None", max_norm)
     require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
     if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
-        problem = problem or f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False."
+        raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
     for name, value in (("shard", shard), ("overlap_forward", overlap_forward)):
         require(isinstance(value, bool), name, "True or False", value)
     if not shard and (max_norm is not None or scaler is not None):
         looks_at_all = "max_norm" if max_norm is not None else "scaler"
-        problem = problem or (
+        raise ConfigError(
             f"in_backward({looks_at_all}=...) needs shard=True: it looks at all gradients before the first update, so "
             "nothing is gained by updates in the backward. Use the optimizer without in_backward(), with "
             "dp_compile.optim.clip_grad_norm_() and scaler.step(optimizer) in the loop."
         )
-    if problem:
-        raise ConfigError(problem)
 
 
 def _plan_for(replica: Replica) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -94,20 +95,16 @@ class Setup:
         """
         optimizer, given = self.optimizer, parameters if given is None else given
         groups = optimizer.param_groups
-        now, chosen = [dict(group) for group in groups], [list[nn.Parameter]() for _ in groups]
+        chosen = [list[nn.Parameter]() for _ in groups]
         for parameter, each in zip(parameters, given, strict=True):
             chosen[self._group_of[id(parameter)]].append(each)
+        # Groups that were added later have no options.
+        narrowed: Iterator[tuple[Any, ...]] = itertools.zip_longest(groups, options, chosen, fillvalue={})
+        optimizer.param_groups = [{**group, **then, "params": some} for group, then, some in narrowed if some]
         try:
-            for group, then in zip(groups, options, strict=False):  # groups that were added later have none
-                group.update(then)
-            for group, some in zip(groups, chosen, strict=True):
-                group["params"] = some
-            optimizer.param_groups = [group for group in groups if group["params"]]
             yield optimizer
         finally:
             optimizer.param_groups = groups
-            for group, then in zip(groups, now, strict=True):
-                group.update(then)
             for each in given:
                 each.grad = None
 

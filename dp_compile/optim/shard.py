@@ -32,7 +32,7 @@ from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
 from dp_compile.optim.setup import Setup, check_in_place
 from dp_compile.optim.shards import Piece, State, States, cut, is_cut, layout_of, pieces_of
-from dp_compile.optim.update import Part
+from dp_compile.optim.update import Update
 from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
 from dp_compile.plan.buckets import BucketPlan
@@ -92,7 +92,7 @@ class Gather(Pending):
                 flat(self.replica.parameters[piece.index])[piece.start : piece.stop].copy_(part)
 
 
-class Shard(Part):
+class Shard(Update):
     """This rank's elements of the parameters of one optimizer, with their state."""
 
     def __init__(self, setup: Setup, deferred: Deferred | None) -> None:
@@ -112,8 +112,6 @@ class Shard(Part):
         """What the optimizer updates on this rank, by parameter: elements of it."""
         self._plan: BucketPlan | None = None
         """The plan by which parameters are cut."""
-        self._compared: tuple[BucketPlan | None, bool] = (None, False)
-        """A plan, and whether it cuts where `_plan` does."""
         self._parts: dict[int, torch.Tensor] = {}
         """This rank's parts of buckets that are not used yet in the backward."""
         self._has_state = False
@@ -139,10 +137,8 @@ class Shard(Part):
             "overlap_forward": self.deferred is not None,
         }, "in_backward(shard=True)")  # fmt: skip
         replica.after.parts_to = _PartsTo(self, optimizer)
-        self._cover(replica)
-        states = self._whole_states(optimizer)
-        self._lay_out()
-        self._hold_whole(states)
+        self._shard_state()
+        super().install()
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Raise for what would not be exact, or cannot be cut."""
@@ -190,9 +186,9 @@ class Shard(Part):
             self._check(replica, self.setup.optimizer)
             self.covered = self.setup.covered
             scatter(replica, frozenset(replica.names[index] for index in self.covered))
-            self._compared = (None, False)
 
     def remove(self) -> None:
+        super().remove()
         optimizer, states = self.setup.optimizer, self.full_states()
         optimizer.state = defaultdict(dict)
         for index, state in states.items():
@@ -209,6 +205,10 @@ class Shard(Part):
             replica.after.parts_to = None
 
     def released(self) -> None:
+        super().released()
+        self._drop_sharded_gradients()
+
+    def _drop_sharded_gradients(self) -> None:
         for index in self.covered:
             if isinstance(self.parameters[index].grad, ShardedGradient):
                 self.parameters[index].grad = None
@@ -224,6 +224,7 @@ class Shard(Part):
             elements=sum(parameter.numel() for parameter in covered),
             own_elements=sum(piece.numel for piece in self.pieces.values()),
             state_nbytes=sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
+            **({} if self.deferred is None else self.deferred.last),
         )
 
     # --- who has what
@@ -234,7 +235,6 @@ class Shard(Part):
         if not self._is_laid_out(replica.plan):
             states = self.full_states() if self._has_state else {}
             plan = self._plan = replica.plan
-            self._compared = (plan, True)
             self.pieces = {each.index: each for each in pieces_of(plan, self.rank)}
             self._own = {
                 index: nn.Parameter(flat(self.parameters[index])[piece.start : piece.stop])
@@ -249,9 +249,9 @@ class Shard(Part):
         self._find_memory()
 
     def _is_laid_out(self, plan: BucketPlan) -> bool:
-        if self._compared[0] is not plan:
-            self._compared = (plan, self._plan is not None and layout_of(plan) == layout_of(self._plan))
-        return self._compared[1]
+        if self._plan is not None and self._plan is not plan and layout_of(plan) == layout_of(self._plan):
+            self._plan = plan
+        return self._plan is plan
 
     def _find_memory(self) -> None:
         """The pieces lie where their parameters lie, which may have been given other memory."""
@@ -262,13 +262,18 @@ class Shard(Part):
 
     # --- state
 
-    def _whole_states(self, optimizer: torch.optim.Optimizer) -> States:
-        """Of an optimizer that has whole parameters, as after `load_state_dict()`, by place in the module."""
-        return {
-            index: dict(optimizer.state[self.parameters[index]])
-            for index in self.covered
-            if self.parameters[index] in optimizer.state
+    def _shard_state(self) -> None:
+        """Of an optimizer that has the state of whole parameters, as after `load_state_dict()`."""
+        state, replica = self.setup.optimizer.state, self.setup.find_replica()
+        self._has_state = False
+        if replica is not None:
+            self._cover(replica)
+        whole = {
+            index: dict(state[self.parameters[index]]) for index in self.covered if self.parameters[index] in state
         }
+        if replica is not None:
+            self._lay_out()
+        self._hold_whole(whole)
 
     def _hold_whole(self, states: States) -> None:
         """Keep this rank's part of whole states; they are the same on every rank."""
@@ -328,35 +333,32 @@ class Shard(Part):
         finally:
             optimizer.state = before
 
-    def before_state_dict(self) -> None:
-        if isinstance(self.setup.optimizer.state, ShardedStates):
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._before_state_dict(optimizer)
+        if isinstance(optimizer.state, ShardedStates):
             raise ReductionError(
                 "optimizer.state_dict() of a sharded optimizer: each rank has a part of the state. Call "
                 "dp_compile.optim.full_state_dict(optimizer) on every rank for all of it."
             )
 
-    def loaded(self) -> None:
-        self._has_state = False
-        replica = self.setup.find_replica()
-        if replica is not None:
-            self._cover(replica)
-        states = self._whole_states(self.setup.optimizer)
-        if replica is not None:
-            self._lay_out()
-        self._hold_whole(states)
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._loaded(optimizer)
+        self._shard_state()
 
     # --- in a backward
 
     def begin(self) -> None:
+        super().begin()
         replica = self.setup.replica
         self._is_open = True
-        self.drop()
+        self._parts.clear()
         self._cover(replica)  # laid out at the end: the plan may change before
         self._check_order(replica, self.covered, ReductionError)
         self._find_memory()
-        self.released()
+        self._drop_sharded_gradients()
 
-    def update_request(self) -> UpdateRequest:
+    def update_request(self, *, keep_graph: bool) -> UpdateRequest:
+        super().update_request(keep_graph=keep_graph)  # which refuses that
         return UpdateRequest(self.covered, parts=True)
 
     def apply(
@@ -374,9 +376,6 @@ class Shard(Part):
         # On a GPU what replays a graph has other plans for its memory.
         self._parts[bucket] = part.clone() if indices and part.device.type != "cpu" else part
 
-    def drop(self) -> None:
-        self._parts.clear()
-
     def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
         """By parameter, what is reduced of this rank's pieces."""
         own, first = self._in_buckets[bucket][0], self.rank * part.numel()
@@ -387,9 +386,13 @@ class Shard(Part):
             return
         with contextlib.suppress(type(error)), torch.no_grad():
             self.finish(error)
-        self.drop()
+        self._parts.clear()
         if self.deferred is not None:
             self.deferred.drop()
+
+    def interrupted(self, error: BaseException) -> None:
+        self._parts.clear()
+        super().interrupted(error)
 
     def finish(self, failed: BaseException | None = None) -> None:
         """Do what is left of the update, and let all ranks have all of it. An error, or `failed`, is raised once other
@@ -404,7 +407,6 @@ class Shard(Part):
             gradients |= self._gradients_in(bucket, self._parts.pop(bucket))
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = not self.setup.looks_at_all or self._may_step_with(gradients, held)
-        self.drop()
         if moves:
             # A rank that takes part only has updated nothing: the next backward compares which ranks missed the step.
             self.setup.updated.update(() if failed is not None else self.covered)
@@ -414,7 +416,7 @@ class Shard(Part):
             if index not in still:
                 self.parameters[index].grad = ShardedGradient(self.parameters[index])
 
-    def before_step(self, *, has_updated: bool) -> str:
+    def _other_gradients(self) -> str:
         for index in self.covered:
             parameter = self.parameters[index]
             if isinstance(parameter.grad, ShardedGradient):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,104 +17,14 @@ from dp_compile.replica.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRec
 from dp_compile.replica.sinks import UpdateRequest
 
 
-class Part(ABC):
-    """Which elements an `Update` updates on this rank.
+class Update:
+    """An optimizer whose updates run in the backward of one module: what the engine and `step()` see of it.
 
-    In a backward `begin` is called, `apply` for buckets, and then `finish`; after an error `drop`, and `left_out` where
-    other ranks have the gradients. `remove` leaves the optimizer with all of its state; `released`: the module is not
-    replicated any more; `loaded`: the optimizer has another state.
+    Every rank updates whole parameters, with the same gradients. `Shard` is the other kind.
     """
 
     def __init__(self, setup: Setup, deferred: Deferred | None) -> None:
         self.setup, self.deferred = setup, deferred
-
-    @abstractmethod
-    def update_request(self) -> UpdateRequest: ...
-
-    @abstractmethod
-    def apply(
-        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None: ...
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Update what the backward has not updated."""
-
-    @abstractmethod
-    def record(self) -> OptimizerRecord: ...
-
-    @abstractmethod
-    def before_step(self, *, has_updated: bool) -> str:
-        """Why this step would be wrong: a parameter has a gradient that no synchronised backward has brought.
-        `has_updated`: a backward has, since the last step."""
-
-    # ruff: noqa: B027 -- a part need not act at each of these moments
-    def install(self) -> None: ...
-    def begin(self) -> None: ...
-    def drop(self) -> None: ...
-    def left_out(self, error: BaseException) -> None: ...
-    def before_state_dict(self) -> None: ...
-    def loaded(self) -> None: ...
-    def released(self) -> None: ...
-    def remove(self) -> None: ...
-
-
-class Whole(Part):
-    """Whole parameters: every rank updates all of them, with the same gradients."""
-
-    def update_request(self) -> UpdateRequest:
-        parameters = self.setup.replica.parameters
-        real = tuple(index for index in self.setup.indices() if not parameters[index].is_complex())
-        return UpdateRequest(real, crosses=self.deferred is not None)
-
-    def apply(
-        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        check_in_place(self.setup.replica, indices, parameters)
-        if not self.setup.replica.state.is_dry_run:
-            self._update(indices, gradients)
-
-    def finish(self) -> None:
-        parameters = self.setup.replica.parameters
-        left = {i: parameters[i].grad for i in self.setup.indices() if parameters[i].grad is not None}
-        if left:
-            self._update([*left], [*left.values()])
-
-    def _update(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        setup, replica = self.setup, self.setup.replica
-        mine = [replica.parameters[index] for index in indices]
-        with setup.only(mine) as optimizer, replica.state.step_guard.updating(indices):
-            for parameter, gradient in zip(mine, gradients, strict=True):
-                parameter.grad = gradient
-            setup.updated.update(indices)
-            with during(UPDATE, replica):
-                optim.step_without_hooks(optimizer)
-
-    def before_step(self, *, has_updated: bool) -> str:
-        replica = self.setup.find_replica()
-        if replica is None or not has_updated:
-            return ""
-        given = [index for index in self.setup.indices() if replica.parameters[index].grad is not None]
-        if not given:
-            return ""
-        return (
-            f"{replica.name_list(given)} got another gradient between the backward and optimizer.step(). The "
-            "backward has already applied the reduced gradient. Run no backward under no_sync() between them, and do "
-            "not set .grad. To change reduced gradients, use the optimizer without in_backward(), or a comm hook."
-        )
-
-    def record(self) -> OptimizerRecord:
-        nbytes = sum(self.setup.replica.parameters[index].nbytes for index in self.setup.indices())
-        way = IN_BACKWARD if self.deferred is None else OVERLAP_FORWARD
-        return OptimizerRecord(type(self.setup.optimizer).__name__, way, nbytes)
-
-
-class Update:
-    """An optimizer whose updates run in the backward of one module: what the engine and `step()` see of it."""
-
-    def __init__(self, setup: Setup, part: Part, deferred: Deferred | None) -> None:
-        self.setup, self.part, self.deferred = setup, part, deferred
-        self.apply, self.left_out = part.apply, part.left_out
         self._handles: list[Any] = []
         self._awaits_step = False
         """A backward has updated, or left updates to the next forward."""
@@ -136,7 +44,6 @@ class Update:
 
     def install(self) -> None:
         """Stand around the optimizer's `step()`."""
-        self.part.install()
         optimizer = self.setup.optimizer
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -149,11 +56,10 @@ class Update:
             self._unmark = optim.mark_for_scaler(optimizer)
 
     def remove(self) -> None:
-        """Leave the optimizer alone. With `shard`, every rank calls it."""
+        """Leave the optimizer alone, with all of its state. With `shard`, every rank calls it."""
         self._arrive()
         for handle in self._handles:
             handle.remove()
-        self.part.remove()
         self.released()
 
     def released(self) -> None:
@@ -162,7 +68,6 @@ class Update:
         self._options = ()
         if self.deferred is not None:
             self.deferred.release()
-        self.part.released()
 
     def _arrive(self, *_: Any) -> None:
         if self.deferred is not None:
@@ -170,13 +75,14 @@ class Update:
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._arrive()
-        self.part.before_state_dict()
 
     def describe(self) -> str:
         return str(self.record())
 
     def record(self) -> OptimizerRecord:
-        return replace(self.part.record(), **({} if self.deferred is None else self.deferred.last))
+        nbytes = sum(self.setup.replica.parameters[index].nbytes for index in self.setup.indices())
+        way, last = (IN_BACKWARD, {}) if self.deferred is None else (OVERLAP_FORWARD, self.deferred.last)
+        return OptimizerRecord(type(self.setup.optimizer).__name__, way, nbytes, **last)
 
     # --- for the engine
 
@@ -196,7 +102,6 @@ class Update:
                 "dp_compile.optim.remove_in_backward() on this one."
             )
         self.setup.updated.clear()
-        self.part.begin()
 
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
         if keep_graph:
@@ -204,13 +109,39 @@ class Update:
                 "retain_graph=True or create_graph=True, but the optimizer changes parameters in this backward: its "
                 "graph cannot be used once more. Add the losses, or run all backwards but the last under no_sync()."
             )
-        return self.part.update_request()
+        parameters = self.setup.replica.parameters
+        real = tuple(index for index in self.setup.indices() if not parameters[index].is_complex())
+        return UpdateRequest(real, crosses=self.deferred is not None)
+
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        check_in_place(self.setup.replica, indices, parameters)
+        if not self.setup.replica.state.is_dry_run:
+            self._update(indices, gradients)
+
+    def _update(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        setup, replica = self.setup, self.setup.replica
+        mine = [replica.parameters[index] for index in indices]
+        with setup.only(mine) as optimizer, replica.state.step_guard.updating(indices):
+            for parameter, gradient in zip(mine, gradients, strict=True):
+                parameter.grad = gradient
+            setup.updated.update(indices)
+            with during(UPDATE, replica):
+                optim.step_without_hooks(optimizer)
+
+    def finish(self) -> None:
+        """Update what the backward has not updated."""
+        parameters = self.setup.replica.parameters
+        left = {i: parameters[i].grad for i in self.setup.indices() if parameters[i].grad is not None}
+        if left:
+            self._update([*left], [*left.values()])
 
     @torch.no_grad()
     def ended(self) -> None:
         setup = self.setup
         try:
-            self.part.finish()
+            self.finish()
         except BaseException as error:
             self.interrupted(error)
             raise
@@ -222,7 +153,6 @@ class Update:
 
     def interrupted(self, error: BaseException) -> None:
         setup = self.setup
-        self.part.drop()
         if self.deferred is not None:
             self.deferred.drop()
         if setup.updated and setup.find_replica() is not None and not self._broken:
@@ -232,6 +162,9 @@ class Update:
                 "are partially updated: load a checkpoint, including optimizer.load_state_dict(), which clears this "
                 "error."
             )
+
+    def left_out(self, error: BaseException) -> None:
+        """Every rank has the gradients, and updates with them by itself."""
 
     # --- around step()
 
@@ -257,9 +190,23 @@ class Update:
                 "still scaled. Give it to in_backward(model, optimizer, shard=True, scaler=scaler)."
             )
         else:
-            problem = self.part.before_step(has_updated=self._awaits_step)
+            problem = self._other_gradients()
         if problem:
             raise ReductionError(problem)
+
+    def _other_gradients(self) -> str:
+        """Why a step would be wrong: a parameter has a gradient that no synchronised backward has brought."""
+        replica = self.setup.find_replica()
+        if replica is None or not self._awaits_step:
+            return ""
+        given = [index for index in self.setup.indices() if replica.parameters[index].grad is not None]
+        if not given:
+            return ""
+        return (
+            f"{replica.name_list(given)} got another gradient between the backward and optimizer.step(). The "
+            "backward has already applied the reduced gradient. Run no backward under no_sync() between them, and do "
+            "not set .grad. To change reduced gradients, use the optimizer without in_backward(), or a comm hook."
+        )
 
     def check_clipping(self, index: int) -> None:
         """Refuse to clip a gradient that the last backward has used."""
@@ -284,7 +231,6 @@ class Update:
         if self.deferred is not None:
             self.deferred.failed = ""
         self.setup.updated.clear()
-        self.part.loaded()
 
 
 @compiler.constant

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from dp_compile.errors import ConfigError, require
+from dp_compile.errors import ConfigError, is_number, require
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import BETWEEN, INSIDE
 
 
 def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
     """An error unless `value` is a finite number above zero (or zero, if that is allowed)."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    is_allowed = is_number and (value > 0 or (zero_allowed and value == 0))  # type: ignore[operator]
+    is_allowed = is_number(value) and (0 < value < math.inf or (zero_allowed and value == 0))
     require(is_allowed, name, f"a finite number {'>=' if zero_allowed else '>'} 0", value)
 
 
