@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -27,15 +27,13 @@ from dp_compile.plan.buckets import BucketPlan, plan_buckets
 from dp_compile.replica.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica, owners
-from dp_compile.replica.store_channel import channel_of, check_consistent
+from dp_compile.replica.store_channel import check_consistent_in_call, unique_topic
 
 BUCKET_MB: Final = 25.0  # as large as those of torch's DDP; for each dtype and type of device its own
 IN_FLIGHT: Final = 2  # buckets at a time: one is filled while the other travels, and memory stays small
 ASK_S: Final = 5.0  # how long ranks that could not reach each other look for those that are missing
 CALL: Final = "average_parameters()"
 AVERAGED: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
-
-_exchanges: Final[Counter[str]] = Counter()
 
 
 def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> list[torch.Tensor]:
@@ -82,13 +80,9 @@ class Exchange:
         self._group, self._schedule = process_group, dict(schedule)
         self.has_met = dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1
         """Whether the ranks have compared what they were given; nothing to do if there are no others."""
-        self._topic, self._meetings = "", 0
+        self._topic = "" if self.has_met else unique_topic(group_on(process_group, "cpu"), "averaging")
         self._known: tuple[list[tuple[Any, ...]], BucketPlan, int] | None = None
         """Of the tensors that were averaged last: what they are, buckets, a hash."""
-        if not self.has_met:
-            name = distributed.group_name(process_group)
-            _exchanges[name] += 1
-            self._topic = f"dp_compile.averaging/{name}/{_exchanges[name]}"
 
     def meet(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
         """Compare once with all ranks of the group, `more` too: a `DesyncError` on every rank if one differs."""
@@ -123,12 +117,9 @@ class Exchange:
         return known[1:]
 
     def _compare(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
-        self._meetings += 1
         group = group_on(self._group, tensors[0].device.type)
         statement = {**more, "step": step, "parameters": [" ".join(map(str, _described(tensor))) for tensor in tensors]}
-        check_consistent(
-            channel_of(group, tensors[0].device), f"{self._topic}/{group.name}/{self._meetings}", statement, call=CALL
-        )
+        check_consistent_in_call(group, statement, CALL)
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:

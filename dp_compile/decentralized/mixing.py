@@ -27,27 +27,25 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
 from dp_compile.errors import ReductionError, require
-from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
-from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
+from dp_compile.passes.reduction import view_of
+from dp_compile.plan.buckets import Bucket, BucketPlan, Layout, plan_buckets
 from dp_compile.plan.words import count
-from dp_compile.replica.gradients import dense_strides
+from dp_compile.replica.gradients import tensor_spec
+from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica
 from dp_compile.replica.sinks import UpdateRequest, Updates
 
-ALIGNMENT_BYTES: Final = 128
-"""Of each parameter in its bucket. Inductor copies an input that is less aligned than the one it compiled for."""
+LAYOUT: Final = Layout(alignment_bytes=128)
+"""Of parameters in their bucket. Inductor copies an input that is less aligned than the one it compiled for."""
 
 
 def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     """Buckets of parameters, in reversed order as decent-dp has them; the same on every rank."""
-    reduction = Reduction((Stage(ALL_REDUCE, "", "sum"),), 1.0)
-    specs: list[GradientSpec] = []
+    group, specs = group_on(replica.group.process_group, replica.device.type), []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
         require(not parameter.is_complex(), name, "real to be mixed: hold two real parameters", parameter.dtype)
-        key = BucketKey(reduction, str(parameter.dtype).removeprefix("torch."), parameter.device.type)
-        shape, strides = tuple(parameter.shape), dense_strides(parameter)
-        specs.append(GradientSpec(index, name, shape, strides, parameter.dtype.itemsize, key))
-    return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb, first_bucket_cap_mb=bucket_mb)
+        specs.append(tensor_spec(index, name, parameter, group))
+    return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb, first_bucket_cap_mb=bucket_mb, layout=LAYOUT)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,10 +82,10 @@ class Mixer:
         self._replica = weakref.ref(replica)
         with torch.no_grad():
             self.buckets = [
-                _bucket([replica.parameters[member.gradient.index] for member in bucket.members], as_views=as_views)
+                _mixed(bucket, [replica.parameters[member.gradient.index] for member in bucket.members], as_views)
                 for bucket in replica.plan.buckets
             ]
-        self._names, self._parameters = replica.names, replica.parameters
+        self._parameters = replica.parameters
         self._addresses = [each.data_ptr() for each in replica.parameters]
         self._versions: list[int] = []
         """How often each parameter had been written to when it was sent, or was given back."""
@@ -111,22 +109,21 @@ class Mixer:
         """
         if self._in_flight is None:
             return
-        for name, parameter, address in zip(self._names, self._parameters, self._addresses, strict=True):
+        replica = self._replica()
+        assert replica is not None  # a backward of it ends
+        for name, parameter, address in zip(replica.names, replica.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise ReductionError(
                     f"the storage of parameter {name} was replaced after decentralize(), so it is no longer mixed. "
                     "Copy values into the parameter (parameter.data.copy_()) instead of assigning a new tensor."
                 )
-        replica, pairs = self._replica(), zip(self._versions, map(autograd.version_of, self._parameters), strict=True)
-        if replica is not None and (changed := [
-            index
-            for index, (then, now) in enumerate(pairs)
-            if then != now and index not in replica.state.step_guard.exempt
-        ]):  # fmt: skip
+        versions = zip(self._versions, map(autograd.version_of, self._parameters), strict=True)
+        changed = {index for index, (then, now) in enumerate(versions) if then != now} - replica.state.step_guard.exempt
+        if changed:
             raise ReductionError(
-                f"{replica.name_list(changed)} changed between two steps while their exchange was in flight. Mixing "
-                "would overwrite the change. Change parameters with load_state_dict() of the whole module, after "
-                "global_avg(will_revert=False), or in the optimizer's step()."
+                f"{replica.name_list(sorted(changed))} changed between two steps while their exchange was in flight. "
+                "Mixing would overwrite the change. Change parameters with load_state_dict() of the whole module, "
+                "after global_avg(will_revert=False), or in the optimizer's step()."
             )
         edge, _ = self._in_flight
         own_factor = (1 - self.factor) + self.factor * edge.own_factor
@@ -231,25 +228,14 @@ class Mixer:
         self._groups = {}
 
 
-def _bucket(parameters: list[nn.Parameter], *, as_views: bool) -> MixedBucket:
-    multiple, end, offsets = ALIGNMENT_BYTES // parameters[0].dtype.itemsize, 0, []
-    for parameter in parameters:
-        offsets.append(end)
-        end += -(-parameter.numel() // multiple) * multiple
-    buffer = torch.zeros(end, dtype=parameters[0].dtype, device=parameters[0].device)
-
-    def views_of(memory: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's place, in the parameter's memory order."""
-        places = zip(parameters, offsets, strict=True)
-        return [memory.as_strided(each.shape, dense_strides(each), offset) for each, offset in places]
-
-    views = views_of(buffer)
+def _mixed(bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> MixedBucket:
+    buffer = torch.zeros(bucket.numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    views = [view_of(member, buffer) for member in bucket.members]
     if not as_views:
         return MixedBucket(parameters, [each.detach() for each in parameters], views, views, buffer)
     memory = torch.zeros_like(buffer)
-    for parameter, view in zip(parameters, views_of(memory), strict=True):
-        view.copy_(parameter)
-        parameter.data = view
+    for parameter, member in zip(parameters, bucket.members, strict=True):
+        parameter.data = view_of(member, memory).copy_(parameter)
     return MixedBucket(parameters, [memory], [buffer], views, buffer)
 
 

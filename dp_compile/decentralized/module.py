@@ -21,7 +21,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, MixingUpdates, plan_of
 from dp_compile.decentralized.topologies import Topology
 from dp_compile.decentralized.topologies import topology as topology_of_name
-from dp_compile.errors import ReductionError, UnsupportedModuleError, require
+from dp_compile.errors import ReductionError, UnsupportedModuleError, is_number, require
 from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replica.replica import Replica
@@ -103,9 +103,9 @@ def decentralize(
             )
         replica = replica_of(module)
         with propagate_errors(replica, CALL):
-            clips = _is_number(grad_clip_norm) and grad_clip_norm >= 0
+            clips = is_number(grad_clip_norm) and grad_clip_norm >= 0
             require(clips, "grad_clip_norm", "a number, 0 or more", grad_clip_norm)
-            has_size = _is_number(bucket_size_in_mb) and bucket_size_in_mb > 0
+            has_size = is_number(bucket_size_in_mb) and bucket_size_in_mb > 0
             require(has_size, "bucket_size_in_mb", "a number, above 0", bucket_size_in_mb)
             require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
             world_size, chosen = replica.group.world_size, topology
@@ -198,7 +198,7 @@ class DecentralizedModule(nn.Module):
 
     def set_adaptive_factor(self, factor: float) -> None:
         """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay."""
-        require(_is_number(factor) and math.isfinite(factor), "factor", "a finite number", factor)
+        require(is_number(factor) and math.isfinite(factor), "factor", "a finite number", factor)
         mixing_of(self).mixer.factor = float(factor)
 
     def get_lr(self) -> float:
@@ -251,11 +251,9 @@ class DecentralizedDataParallel(DecentralizedModule):
         """Call the module."""
         return self.module(*inputs, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients inside; the first backward after it is a step."""
-        with no_sync(self.module):
-            yield
+        return no_sync(self.module)
 
 
 # Hooks of the module. A copy of it has them too, and is a plain module.
@@ -295,10 +293,6 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     hint = " No gradient is reduced here, ranks differ, and buckets are of parameters: see bucket_size_in_mb."
     require(not refused, "config", "without options on gradients, their buckets and buffers", refused, hint)
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> torch.optim.Optimizer:

@@ -247,17 +247,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # --- the ranks of a module --------------------------------------------------------------------------------------------
 
 
-def channel_of(who: Replica | Group, device: torch.device | None = None) -> StoreChannel | None:
-    """Where the ranks of a module or a group meet, with the time-out of its collectives; `None` if there are no others.
-
-    `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
-    """
+def channel_of(who: Replica | Group) -> StoreChannel | None:
+    """Where the ranks of a module or a group meet, with its collectives' time-out; `None` if there are no others."""
     group = who if isinstance(who, Group) else who.group
     if not group.has_others:
         return None
-    if device is None:
-        working = distributed.working_device(group.process_group)
-        device = torch.device(working) if isinstance(who, Group) else who.device
+    working = distributed.working_device(group.process_group)
+    device = torch.device(working) if isinstance(who, Group) else who.device
     timeout_s = distributed.timeout_of(group.process_group, device)
     watched = range(dist.get_world_size()) if monitor_after_s() is not None else ()
     return StoreChannel(

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from dp_compile._torch import distributed
-from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
+from dp_compile.engine.backward import complete_backward
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.plan_sync import finalize_plans, meet_before_launch
@@ -187,8 +187,7 @@ class _Membership(JoinHook):
         own = dist.get_rank(process_group) if is_last_joiner else -1
         source = torch.tensor([own], device=replica.device)
         dist.all_reduce(source, op=dist.ReduceOp.MAX, group=process_group)
-        state = (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))
         buffers = replica.buffers if replica.config.broadcast_buffers else ()
-        tensors = [tensor.detach() for tensor in (*state, *buffers)]
-        distributed.broadcast(tensors, process_group, BROADCAST_BYTES, int(source.item()))
+        tensors = [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *buffers]
+        distributed.broadcast(tensors, process_group, int(source.item()))
         replica.state.uneven = None

@@ -25,7 +25,7 @@ from dp_compile.config import (
     check_parameters_every,
     link_source,
 )
-from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
+from dp_compile.engine.backward import install_entry
 from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.plan_sync import describe_plan
@@ -326,9 +326,9 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     if replica.planning.awaits_graph and config.cost is None and replica.group.has_others and link_source() != NOMINAL:
         replica.group = dataclasses.replace(replica.group, measured=remembered_cost(replica))
     buffers = replica.buffers if config.copies_buffers_at_start else ()
-    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.module.frozen), *buffers)]
+    states = [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *buffers]
     if replica.group.world_size > 1:
-        distributed.broadcast(states, replica.group.process_group, BROADCAST_BYTES)
+        distributed.broadcast(states, replica.group.process_group)
     if pending is None:
         _move_inputs(module, request.device)
     else:

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.errors import ConfigError, require
 from dp_compile.plan.words import count
 from dp_compile.replica.replica import Replica
-from dp_compile.replica.store_channel import check_consistent_in_call
+from dp_compile.replica.store_channel import all_gather_object, channel_of, check_consistent_in_call, unique_topic
 from dp_compile.replication.module import inner_module, is_replicated, no_sync, parts_of, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.warmup")
@@ -125,9 +124,8 @@ def warmup(
 
 def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
     """Whether the last round compiled nothing on any rank."""
-    is_new = torch.tensor([float(made[-1] != made[-2])] if len(made) > 1 else [1.0], device=replica.device)
-    dist.all_reduce(is_new, op=dist.ReduceOp.MAX, group=replica.group.process_group)
-    return not bool(is_new.item())
+    has_compiled = len(made) == 1 or made[-1] != made[-2]
+    return not any(all_gather_object(channel_of(replica), unique_topic(replica, "a round of warmup()"), has_compiled))
 
 
 def _versions(module: nn.Module) -> dict[str, int]:
