@@ -1,6 +1,7 @@
 """Small workloads and modes for the tests of the benchmark, named in suites as `bench_standins:function`."""
 
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,17 +57,7 @@ class HangsInAStep(Averaged):
             time.sleep(1000)
 
 
-def oracle():
-    return Mode("oracle", Unaveraged, is_bound=True)
-
-
-def averaged():
-    return Mode("averaged", Averaged)
-
-
-def unaveraged():
-    return Mode("unaveraged", Unaveraged)
-
-
-def hangs():
-    return Mode("hangs", HangsInAStep)
+oracle = partial(Mode, "oracle", Unaveraged, is_bound=True)
+averaged = partial(Mode, "averaged", Averaged)
+unaveraged = partial(Mode, "unaveraged", Unaveraged)
+hangs = partial(Mode, "hangs", HangsInAStep)

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import math
-import warnings
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,8 @@ from inspect import signature
 
 import torch
 import torch.distributed as dist
-from parity import compare
+from parity import compare, eagerly
+from reference_hooks import Rounded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -489,23 +489,6 @@ class Cast(nn.Module):
         return torch.func.functional_call(self.inner, cast, (x.to(self.dtype), *rest), tie_weights=False)
 
 
-@dataclass(frozen=True)
-class Rounded(dp_compile.FunctionalHook):
-    """The average of what is rounded to bfloat16, with the rest sent in the next step."""
-
-    def initial_state(self, gradient):
-        return {"error": torch.zeros_like(gradient)}
-
-    def reduce(self, bucket):
-        whole = [each + state["error"] for each, state in zip(bucket.gradients, bucket.state, strict=True)]
-        sent = torch.cat([each.flatten() for each in whole]).to(torch.bfloat16)
-        lost = [each - each.to(torch.bfloat16).to(each.dtype) for each in whole]
-        total = yield sent
-        parts = (total.to(whole[0].dtype) / bucket.ranks).split([each.numel() for each in whole])
-        reduced = [part.view_as(each).clone() for part, each in zip(parts, whole, strict=True)]
-        return reduced, [{"error": each} for each in lost]
-
-
 class Reference:
     """How a case reduces gradients, as a hook of torch's DDP: one parameter after the other."""
 
@@ -738,8 +721,7 @@ class Run:
                 if self.case.compiled == "backward":
                     scopes.enter_context(dp_compile.compiled_backward())
                 if micro.eager[self.odd]:
-                    scopes.enter_context(warnings.catch_warnings(action="ignore"))
-                    scopes.enter_context(torch.autograd.detect_anomaly(check_nan=False))
+                    scopes.enter_context(eagerly())
                 self.backward(losses, micro, self.stack, failing, local=local)
             # After an exception in a synchronised backward torch's DDP raises in the next forward, for its reducer
             # waits for the rest of it; and after a forward without one it reduces in the next `no_sync()`. So the

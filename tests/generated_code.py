@@ -15,8 +15,6 @@ WAIT = "wait"
 KERNEL = "kernel"
 LIBRARY = "library"
 _NETWORK = re.compile(r"torch\.ops\._c10d_functional\.(\w+)")
-_REDUCE_SCATTER = "reduce_scatter_tensor"
-_ALL_GATHER = "all_gather_into_tensor"
 _UNKNOWN = 2**62
 """The end of memory whose size the text does not say."""
 _VIEWS = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
@@ -68,12 +66,6 @@ class GeneratedCode:
 
     calls: tuple[Call, ...]
     faults: tuple[str, ...]
-
-    @property
-    def order(self):
-        """A letter a call: `A` launch, `W` wait, `k` generated kernel, `m` a library's."""
-        letters = {LAUNCH: "A", WAIT: "W", KERNEL: "k", LIBRARY: "m"}
-        return "".join(letters[call.kind] for call in self.calls)
 
 
 def read_code(code):
@@ -293,9 +285,7 @@ class _Reader:
 
     def _wait(self, call):
         self.calls.append(call)
-        landed = [
-            flight for flight in self.flights if any(each.overlaps(s) for s in flight.written for each in call.reads)
-        ]
+        landed = [flight for flight in self.flights if _overlap(flight.written, call.reads)]
         if not landed:
             self.faults.append(f"line {call.line}: waits for {_text(call.reads)}, which is not on its way")
         for flight in landed:
@@ -320,10 +310,11 @@ class _Reader:
 
 def _result_numel(operator, node, tensors):
     """How many elements the result of a collective has, if the text shows it."""
-    if operator not in (_REDUCE_SCATTER, _ALL_GATHER) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
+    gathers = operator == "all_gather_into_tensor"
+    if not (gathers or operator == "reduce_scatter_tensor") or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
         return _UNKNOWN
-    numel, ranks = tensors[0].end - tensors[0].start, int(ast.literal_eval(node.args[-2]))
-    return numel * ranks if operator == _ALL_GATHER else numel // ranks
+    numel, ranks = tensors[0].numel, int(ast.literal_eval(node.args[-2]))
+    return numel * ranks if gathers else numel // ranks
 
 
 def _overlap(some, others):

@@ -15,6 +15,7 @@ in a copy without the fault; no end within `--timeout` counts as seen.
 import argparse
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,9 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
-PACKAGE = "dp_compile"
 NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
-REPORT_VARIABLE = "DP_COMPILE_CAMPAIGN_REPORT"
 
 
 class NotPlanted(Exception):
@@ -96,13 +95,10 @@ def load(paths):
 
 
 class Campaign:
-    """Runs tests in copies of the tree `root`, which has the package and `tests/`.
+    """Runs tests in copies of the tree. `collect`: run on after a test that fails. `timeout_s`: for one pytest."""
 
-    `collect`: run on after the first test that fails. `timeout_s`: for one run of pytest.
-    """
-
-    def __init__(self, root, *, collect, timeout_s):
-        self._root, self._collect, self._timeout_s = root, collect, timeout_s
+    def __init__(self, *, collect, timeout_s):
+        self._collect, self._timeout_s = collect, timeout_s
         self._running = set()
 
     def run(self, mutants, jobs=1):
@@ -136,70 +132,33 @@ class Campaign:
     def _run(self, mutant, tests):
         """The tests that fail in a copy with a fault, or without one, and whether pytest did not end."""
         with tempfile.TemporaryDirectory() as directory:
-            tree = Path(shutil.copytree(self._root, Path(directory, "tree"), ignore=NOT_COPIED))
+            tree = Path(shutil.copytree(ROOT, Path(directory, "tree"), ignore=NOT_COPIED))
+            command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
             if mutant is not None:
                 file = tree / mutant.file
                 file.write_text(mutant.planted(file.read_text()))
-            return self._run_in(tree, tests, faulty=mutant is not None)
-
-    def _run_in(self, tree, tests, *, faulty):
-        report = tree.parent / "report"
-        report.write_text("")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem, *tests]
-        command += ["-x"] if faulty and not self._collect else []
-        # The copy comes first also in the processes that tests start.
-        path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
-        environment = os.environ | {"PYTHONPATH": path, REPORT_VARIABLE: str(report)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        hung, output = False, ""
-        with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes) as process:
-            self._running.add(process.pid)
-            try:
-                output, _ = process.communicate(timeout=self._timeout_s if faulty else None)
-            except subprocess.TimeoutExpired:
-                hung = True
-            finally:
-                self._running.discard(process.pid)
-                _kill(process.pid)
-        imported, *failed = report.read_text().splitlines() or [""]
-        last = output.strip().rpartition("\n")[2]
-        if not hung and not failed and process.returncode:
+                command += [] if self._collect else ["-x"]
+            environment = os.environ | {"PYTHONPATH": str(tree)}  # also in the processes that tests start
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes) as process:
+                self._running.add(process.pid)
+                try:
+                    output, _ = process.communicate(timeout=self._timeout_s if mutant is not None else None)
+                except subprocess.TimeoutExpired:
+                    return (), True
+                finally:
+                    self._running.discard(process.pid)
+                    _kill(process.pid)
+        failed = re.findall(r"^(?:FAILED|ERROR) ([^\s[]+(?:\[.*?\])?)(?: - |$)", output, re.MULTILINE)
+        if not failed and (process.returncode or " passed" not in output):  # one that was skipped has not missed it
             raise NotPlanted(f"pytest ended with {process.returncode}: {' / '.join(output.splitlines()[-3:])}")
-        if not hung and not failed and " passed" not in last:
-            raise NotPlanted(f"no test ran: {last}")  # a test that was skipped here has not missed the fault
-        if imported and not Path(imported).is_relative_to(tree):
-            raise NotPlanted(f"the tests imported {imported}, not the copy in {tree}")
-        return tuple(dict.fromkeys(failed)), hung
+        return tuple(dict.fromkeys(failed)), False
 
 
 def _kill(leader):
     """A run of pytest with all processes that it started, also ranks that outlived it."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-
-
-# --- as a plugin of pytest, in the copy -------------------------------------------------------------------------------
-
-
-def _write(line):
-    if path := os.environ.get(REPORT_VARIABLE):
-        with open(path, "a") as file:
-            file.write(f"{line}\n")
-
-
-def pytest_sessionstart():
-    _write(str(__import__(PACKAGE).__file__))
-
-
-def pytest_runtest_logreport(report):
-    if report.failed:
-        _write(report.nodeid)
-
-
-pytest_collectreport = pytest_runtest_logreport
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments):
@@ -214,7 +173,7 @@ def main(arguments):
     if unknown := set(options.only or ()) - {mutant.id for mutant in mutants}:
         parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
-    verdicts = Campaign(ROOT, collect=options.collect, timeout_s=options.timeout).run(chosen, options.jobs)
+    verdicts = Campaign(collect=options.collect, timeout_s=options.timeout).run(chosen, options.jobs)
     print("\n".join(["| id | what | killed by | seconds |", "|---|---|---|---|", *(each.row() for each in verdicts)]))
     missed = [verdict.mutant.id for verdict in verdicts if not verdict.seen]
     not_seen = f" Not: {', '.join(missed)}." * bool(missed)

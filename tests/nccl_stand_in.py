@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections import Counter
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -53,7 +52,7 @@ class Work(dist.Work):
     def __init__(self, reads, writes, timeout):
         super().__init__()
         self._lock, self._timeout, self._is_delivered = threading.RLock(), timeout, False
-        self._ran = futures.Future()
+        self.ran = futures.Future()  # its result is in private memory
         self._future = None
         self._reads, self._writes = [_flat(each) for each in reads], [_flat(each) for each in writes]
         self._tensors = list(writes or reads)
@@ -69,14 +68,9 @@ class Work(dist.Work):
                     flat.copy_(own)
         self._before = [each.clone() for each in (*self._reads, *self._writes)]
 
-    def ran(self, results=(), error=None):
-        """The collective has ended, with these results in private memory, or it was aborted."""
-        with suppress(futures.InvalidStateError):
-            self._ran.set_result(results) if error is None else self._ran.set_exception(error)
-
     def _deliver(self):
         with self._lock, torch.no_grad():
-            results = self._ran.result()
+            results = self.ran.result()
             if self._is_delivered:
                 return
             for now, then in zip((*self._reads, *self._writes), self._before, strict=True):
@@ -88,13 +82,13 @@ class Work(dist.Work):
 
     def wait(self, timeout=None):
         limit = (timeout or self._timeout).total_seconds()
-        if not futures.wait([self._ran], limit).done:
+        if not futures.wait([self.ran], limit).done:
             raise dist.DistBackendError(f"a collective has not ended within {limit:g} s")
         self._deliver()
         return True
 
     def is_completed(self):
-        return self._ran.done() and self.wait()
+        return self.ran.done() and self.wait()
 
     def get_future(self):
         """Its result is in the memory when it is completed: torch's reducer waits for it and never for the work."""
@@ -103,7 +97,7 @@ class Work(dist.Work):
                 self._future = torch.futures.Future()
                 # A separate thread: a callback of the future may launch a collective on this lane and wait for it.
                 finish = threading.Thread(target=self._complete, args=(self._future,), daemon=True)
-                self._ran.add_done_callback(lambda _: finish.start())
+                self.ran.add_done_callback(lambda _: finish.start())
             return self._future
 
     def _complete(self, future):
@@ -120,9 +114,9 @@ def _run(lane):
         while (found := lane.get()) is not None:
             work, collective = found
             try:
-                work.ran(collective())
+                work.ran.set_result(collective())
             except BaseException as error:  # raised by the wait
-                work.ran(error=error)
+                work.ran.set_exception(error)
             del found, work, collective  # this thread may wait for long, and would hold the tensors
 
 
@@ -142,9 +136,8 @@ class StandIn(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timeout)
         self._name = self._description = ""
         self._inner = dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
-        self._count, self._is_aborted = 0, False
+        self._count = 0
         self._lane = queue.SimpleQueue()
-        self._pending = weakref.WeakSet()
         thread = threading.Thread(target=_run, args=(self._lane,), name="stand-in for NCCL", daemon=True)
         thread.start()
         # At the end of the process too: no thread of torch's may live on.
@@ -175,21 +168,12 @@ class StandIn(dist.ProcessGroup):
     def _get_sequence_number_for_group(self):
         return self._count
 
-    def abort(self):
-        """Each collective that has not ended raises, and so does every launch from now on."""
-        self._is_aborted = True
-        for work in tuple(self._pending):
-            work.ran(error=dist.DistBackendError("the process group was aborted"))
-        self.shutdown()
-
     def shutdown(self):
         self._lane.put(None)
 
     # --- the lane
 
     def _launch(self, what, reads, writes, collective):
-        if self._is_aborted:
-            raise dist.DistBackendError("the process group was aborted")
         for each in (*reads, *writes):
             if each.device.type != "cpu":
                 raise ValueError(f"No backend type associated with device type {each.device.type}")
@@ -201,7 +185,6 @@ class StandIn(dist.ProcessGroup):
         self._count += 1
         work = Work(reads, writes, self.options._timeout)
         given = work.given
-        self._pending.add(work)
         self._lane.put((work, lambda: collective(given)))
         return work
 

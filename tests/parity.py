@@ -69,6 +69,13 @@ def not_compiled(module):
     return module
 
 
+@contextmanager
+def eagerly(on=True):
+    """Inside no backward is captured."""
+    with warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(on, check_nan=False):
+        yield
+
+
 # --- two trainings ------------------------------------------------------------------------------------------------
 
 
@@ -137,61 +144,33 @@ def _layout(tensor):
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
-@contextmanager
-def _built(build, compile_model, theirs_options, options, *, momentum=0.0, ranks_differ=False):
+def beside(
+    build,
+    step,
+    *,
+    steps=3,
+    compile_model=compile_whole,
+    find_unused=False,
+    set_to_none=lambda number: True,
+    rtol=1e-4,
+    atol=1e-6,
+    **options,
+):
+    """Train both by backwards that a test writes itself; raises where they differ. `options`: of `replicate`."""
     torch.manual_seed(0)
     ours = build()
     torch.manual_seed(0)
-    theirs = DistributedDataParallel(build(), **theirs_options)
+    theirs = DistributedDataParallel(build(), find_unused_parameters=find_unused)
     with torch.no_grad():
-        for parameter in ours.parameters() if ranks_differ else ():
+        for parameter in ours.parameters():
             parameter.add_(dist.get_rank())  # replicate() has to undo this
-    dp_compile.replicate(ours, **options)
+    dp_compile.replicate(ours, **{"config": AOT, "find_unused_parameters": find_unused} | options)
     try:
-        yield sides_of(ours, compile_model(ours), theirs, momentum)
+        sides = sides_of(ours, compile_model(ours), theirs, momentum=0.9)
+        train(sides, range(steps), step, rtol=rtol, atol=atol, set_to_none=set_to_none)
+        return dp_compile.report(ours)
     finally:
         dp_compile.unreplicate(ours)
-
-
-def train_both(
-    build,
-    batch,
-    *,
-    loss=lambda output: output.float().square().mean(),
-    steps=4,
-    set_to_none=lambda step: True,
-    micro_steps=1,
-    autocast=False,
-    compile_model=compile_whole,
-    backend="aot_eager",
-    options=None,
-    rtol=1e-5,
-    atol=1e-6,
-):
-    """Train both on `batch(rank, step)`; raises where they differ. All but the last of `micro_steps` are local."""
-    options = options or {}
-    theirs = {"find_unused_parameters": options.get("find_unused_parameters", False)}
-    options = {"config": dp_compile.ReplicateConfig(backend=backend)} | options
-
-    def step(side, number):
-        for micro in range(micro_steps):
-            inputs = batch(dist.get_rank(), number * micro_steps + micro)
-            with side.no_sync() if micro + 1 < micro_steps else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                    found = loss(side.run(*inputs))
-                found.backward()
-
-    with _built(build, compile_model, theirs, options, momentum=0.9, ranks_differ=True) as sides:
-        train(sides, range(steps), step, rtol=rtol, atol=atol, set_to_none=set_to_none)
-        return dp_compile.report(sides[0].module)
-
-
-def beside(build, step, *, steps=3, compile_model=compile_whole, find_unused=False, theirs=None, **options):
-    """As `train_both`, by backwards that a test writes itself."""
-    unused = {"find_unused_parameters": find_unused}
-    with _built(build, compile_model, unused | (theirs or {}), {"config": AOT} | unused | options) as sides:
-        train(sides, range(steps), step)
-        return dp_compile.report(sides[0].module)
 
 
 def train_beside(ours, run, theirs, steps, broken, micro=1):
@@ -199,11 +178,9 @@ def train_beside(ours, run, theirs, steps, broken, micro=1):
 
     def step(side, number):
         for each in range(micro):
-            with warnings.catch_warnings(), side.no_sync() if each + 1 < micro else nullcontext():
-                warnings.simplefilter("ignore")
-                is_broken = side.ours and broken(number)
-                with torch.autograd.detect_anomaly(check_nan=False) if is_broken else nullcontext():
-                    side.run(batch(10 * number + each)).square().mean().backward()
+            local = side.no_sync() if each + 1 < micro else nullcontext()
+            with local, eagerly(side.ours and broken(number)):
+                side.run(batch(10 * number + each)).square().mean().backward()
 
     train(sides_of(ours, run, theirs), steps, step, rtol=1e-5, atol=1e-7)
     same_on_all_ranks(ours)
@@ -237,15 +214,13 @@ def in_cpp(side, number):
         loss.backward()
 
 
-# --- in one process, on the fake group ----------------------------------------------------------------------------
-
-
-def expect_half(ours, theirs):
-    """An all-reduce of the fake group returns its input: the average over two ranks is half of a gradient."""
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+def expect_average(ours, alone, group=None, **tolerance):
+    """Gradients are those of `alone`, averaged over a group; the fake one's all-reduce returns its input."""
+    for (name, mine), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
         assert mine.grad is not None, name
-        assert other.grad is not None, name
-        torch.testing.assert_close(mine.grad, other.grad / 2, msg=lambda message, n=name: f"{n}: {message}")
+        expected = other.grad / dist.get_world_size(group)
+        dist.all_reduce(expected, group=group)
+        torch.testing.assert_close(mine.grad, expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
 class Twin:
@@ -261,7 +236,7 @@ class Twin:
         self.plain.zero_grad()
         loss(self.plain(*inputs)).backward()
         loss(self.run(*inputs)).backward()
-        expect_half(self.model, self.plain)
+        expect_average(self.model, self.plain)
 
     @property
     def report(self):

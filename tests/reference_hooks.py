@@ -25,10 +25,10 @@ class Rounded(dp_compile.FunctionalHook):
         given = list(zip(bucket.gradients, bucket.state, strict=True))
         whole = [gradient + self.share * state["error"] for gradient, state in given]
         sent = torch.cat([each.flatten() for each in whole]).to(torch.bfloat16)
-        mean = (yield sent).float() / bucket.ranks
+        mean = (yield sent).to(whole[0].dtype) / bucket.ranks
         again = yield mean  # the same on every rank: what comes back is the mean, times the number of ranks
         sizes = [each.numel() for each in whole]
-        lost = [torch.cat([each.flatten() for each in whole]) - sent.float(), again / bucket.ranks]
+        lost = [torch.cat([each.flatten() for each in whole]) - sent.to(mean.dtype), again / bucket.ranks]
         errors, reduced = (
             [part.view_as(like) for part, like in zip(each.split(sizes), whole, strict=True)] for each in lost
         )

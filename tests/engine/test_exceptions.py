@@ -7,10 +7,10 @@ from datetime import timedelta
 from itertools import product
 from unittest import mock
 
-import fuzzing
 import pytest
 import torch
 import torch.distributed as dist
+from reference_hooks import Rounded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,34 +30,22 @@ class Planted(RuntimeError):
     """What is raised in place of out of memory, and other errors."""
 
 
-class _Bomb:
-    """Raises once, when its call number `after` comes."""
-
-    def __init__(self):
-        self.error = None
-        self.after = 0
-
-    def tick(self):
-        if self.error is not None:
-            self.after -= 1
-            if self.after < 0:
-                error, self.error = self.error, None
-                raise error("planted")
+armed = list[type[BaseException] | None]()
+"""What ticks raise, one after the other; none for one that passes."""
 
 
-bomb = _Bomb()
+def tick(*_):
+    if armed and (error := armed.pop(0)) is not None:
+        raise error("planted")
 
-_library = torch.library.Library("exceptions", "FRAGMENT")
-_library.define("tick(Tensor x) -> Tensor")
 
-
-def _tick(x):
-    bomb.tick()
+@torch.library.custom_op("exceptions::tick", mutates_args=())
+def ticked(x: torch.Tensor) -> torch.Tensor:
+    tick()
     return x.clone()
 
 
-_library.impl("tick", _tick, "CompositeExplicitAutograd")
-torch.library.register_fake("exceptions::tick", torch.empty_like, lib=_library)
+ticked.register_fake(torch.empty_like)
 
 
 class Ticks(torch.autograd.Function):
@@ -69,7 +57,7 @@ class Ticks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.ops.exceptions.tick(grad)
+        return ticked(grad)
 
 
 class Net(nn.Module):
@@ -107,7 +95,7 @@ def replicated(kind, group, *, ticks):
     if kind == "int8":
         model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())
     if kind == "functional":
-        model.register_comm_hook(dp_compile.HookState(), fuzzing.Rounded())
+        model.register_comm_hook(dp_compile.HookState(), Rounded())
     if kind in ("in_backward", "shard"):
         dp_compile.optim.in_backward(model, optimizer, shard=kind == "shard")
     return model, optimizer
@@ -118,11 +106,11 @@ def batch(step, rank):
 
 
 def patched(owner, name):
-    """The bomb ticks before each call of a function."""
+    """Ticks before each call of a function."""
     plain = getattr(owner, name)
 
     def function(*args, **kwargs):
-        bomb.tick()
+        tick()
         return plain(*args, **kwargs)
 
     return mock.patch.object(owner, name, function)
@@ -130,7 +118,7 @@ def patched(owner, name):
 
 @contextmanager
 def hooked(register):
-    handle = register(lambda *_: bomb.tick())
+    handle = register(tick)
     try:
         yield
     finally:
@@ -213,7 +201,8 @@ def run(cell):
         else:
             done += 1
         finally:
-            planted, bomb.error = planted or arms, None
+            planted = planted or arms
+            armed.clear()
             if len(errors):
                 seconds = max(seconds, time.monotonic() - started)
     distance = distance_of(model, reference(cell, world, group)) if done == STEPS else float("nan")
@@ -224,9 +213,9 @@ def step(cell, model, forward, x, arms):
     output = forward(x)
     with STAGES[cell.stage](model, output) if arms or "hook" not in cell.stage else nullcontext():
         if arms:
-            bomb.error, bomb.after = cell.error, 0 if cell.kind == "plain" else LATER.get(cell.stage, 0)
+            armed[:] = [*[None] * (0 if cell.kind == "plain" else LATER.get(cell.stage, 0)), cell.error]
             if cell.stage == "in the forward":
-                bomb.tick()
+                tick()
         output.square().mean().backward()
 
 

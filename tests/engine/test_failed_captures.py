@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from parity import AOT, Block, Twin, expect_half
+from parity import AOT, Block, Twin, expect_average
 from torch import nn
 from torch._dynamo import compiled_autograd
 
@@ -149,34 +149,6 @@ def test_an_error_that_passes_python_by(monkeypatch):
     assert twin.backwards == {"captured": 1}
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_an_error_of_the_user_comes_as_it_is(first):
-    """Where what was saved is unpacked; in hooks and operators: `test_exceptions.py`."""
-    blown = False
-
-    def unpack(x):
-        if blown:
-            raise ValueError("blown")
-        return x
-
-    def loss(y):
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            return y.exp().square().sum()
-
-    twin = Small()
-    if not first:
-        twin.step(loss)
-    twin.model.zero_grad()
-    computed, blown = loss(twin.run(X)), True
-    with pytest.raises(ValueError, match=r"^blown$"):
-        computed.backward()
-    blown = False
-    expect_clean()
-    twin.step(loss)
-    twin.step()
-    assert twin.backwards["captured"] >= 1
-
-
 class Deep(nn.Module):
     """A compiled block, called as often as asked for."""
 
@@ -202,7 +174,7 @@ def test_a_structure_that_changes_is_compiled_a_few_times(caplog, monkeypatch):
         for each in (plain, model):
             each.zero_grad()
             each(x, times).square().mean().backward()
-        expect_half(model, plain)
+        expect_average(model, plain)
         ways.append("captured" if dp_compile.report(model).backwards["captured"] > captured else "eager")
     assert ways == ["captured"] * 5 + ["eager"] * 3 + ["captured"] * 3
     assert compiler.captures() - before == len(dp_compile.report(model).captures) == backward.AT_ONCE + 1

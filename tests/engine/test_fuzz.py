@@ -87,7 +87,7 @@ def train_steps(draw, *, fewest_rows, ways, deep, edits, fails, voids, transform
 
 
 @st.composite
-def reductions(draw, buckets, blocks, world_size, *, find_unused):
+def reductions(draw, blocks, world_size, *, find_unused):
     """Dtypes, divisors, levels of network and hooks that go together."""
     is_cast = not {block.kind for block in blocks} & NOT_CAST
     computes = st.sampled_from(["", "bfloat16"] if is_cast else [""])
@@ -109,28 +109,18 @@ def reductions(draw, buckets, blocks, world_size, *, find_unused):
         divisors = {} if by == "hook" else {"divides": draw(st.sampled_from([(), (3.0,), (0.7, 5.0)]))}
         wire = draw(st.sampled_from(["", *(each for each in fuzzing.WIRES if each != by)]))
         return {"levels": levels, "part": part, "part_by": by, "wire": wire, "compute": draw(computes), **divisors}
+    can_shard = not levels and "layouts" not in {block.kind for block in blocks}  # which has gaps in memory
+    update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
     return {
         "levels": levels,
         "wire": draw(st.sampled_from(["", "", "", *fuzzing.WIRES])),
         "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if is_cast else "",
         "divides": draw(st.sampled_from([()] * 4 + [(3.0,), (0.7, 5.0), (2.0, 3.0, 0.3)])),
-        **draw(updates(buckets, blocks, part, levels=levels)),
+        "adamw": draw(st.booleans()),
+        "update": update,
+        "max_norm": draw(st.sampled_from([None, 0.05])) if update == "shard" else None,
+        "part": "" if update else part,
     }
-
-
-@st.composite
-def updates(draw, buckets, blocks, part, *, levels):
-    """Which optimizer steps, and where."""
-    adamw, has_gaps = draw(st.booleans()), "layouts" in {block.kind for block in blocks}
-    can_shard = not levels and not has_gaps
-    update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
-    if update:
-        return {
-            "adamw": adamw,
-            "update": update,
-            "max_norm": draw(st.sampled_from([None, 0.05])) if update == "shard" else None,
-        }
-    return {"adamw": adamw, "part": part}
 
 
 @st.composite
@@ -145,7 +135,7 @@ def cases(draw, world_size=2):
     ways = ((), *draw(st.lists(some_blocks, max_size=2, unique=True))) if find_unused else ((),)
     fewest_rows = 2 if kinds & NEEDS_TWO_ROWS else 1 if kinds & NEEDS_A_ROW else draw(st.sampled_from([1, 1, 0]))
     buckets = draw(st.sampled_from(list(fuzzing.BUCKETS)))
-    reduction = draw(reductions(buckets, blocks, world_size, find_unused=find_unused))
+    reduction = draw(reductions(blocks, world_size, find_unused=find_unused))
     wrapper = buckets != "per module" and not reduction.get("levels") and draw(st.booleans())
     compiled = draw(st.sampled_from(["model", "model", "head", "nothing", *fuzzing.COMPILED]))
     broadcast_buffers = draw(st.sampled_from([True, True, False]))

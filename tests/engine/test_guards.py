@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import AOT, batch, compile_whole, mlp, not_compiled, same_on_all_ranks
+from parity import AOT, batch, compile_whole, eagerly, mlp, not_compiled, same_on_all_ranks
 from torch import nn
 
 import dp_compile
@@ -41,20 +41,7 @@ class Net(nn.Module):
         return result + self.adapter(x).to(result)
 
 
-def replaced(model):
-    model.last.weight = nn.Parameter(torch.ones(4, 4))
-
-
-def adapted(model):
-    model.adapter = nn.Linear(4, 4, bias=False)
-
-
-def silently_adapted(model):
-    """Past `Module.__setattr__`, as some libraries do."""
-    model._modules["adapter"] = nn.Linear(4, 4, bias=False)
-
-
-def adapted_and_trained_later(model):
+def trained_later(model):
     """What was added frozen is left alone until it is trained."""
     model.adapter = nn.Linear(4, 4, bias=False).requires_grad_(False)
     uncompiled(model)
@@ -62,41 +49,20 @@ def adapted_and_trained_later(model):
     model.adapter.requires_grad_(True)
 
 
-def unfrozen(model):
-    model.first.bias.requires_grad_(True)
-
-
-def wider(model):
-    model.first.double()
-
-
 def loaded(model):
     model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
 
 
+ADDED = r"not reduced: adapter\.weight\. The parameter was added"
 CHANGES = {
-    replaced: r"not reduced: last\.weight\. The parameter was replaced",
-    adapted: r"not reduced: adapter\.weight\. The parameter was added",
-    silently_adapted: r"not reduced: adapter\.weight\. The parameter was added",
-    adapted_and_trained_later: r"not reduced: adapter\.weight\. The parameter was added",
-    unfrozen: r"not reduced: first\.bias\. It was frozen",
-    wider: r"first\.weight is float64, it was float32",
-    loaded: r"not reduced: first\.weight, last\.weight, last\.bias\. The parameter was replaced",
+    "added": (lambda model: model.__setattr__("adapter", nn.Linear(4, 4, bias=False)), ADDED),
+    # Past `Module.__setattr__`, as some libraries do.
+    "added silently": (lambda model: model._modules.update(adapter=nn.Linear(4, 4, bias=False)), ADDED),
+    "trained later": (trained_later, ADDED),
+    "unfrozen": (lambda model: model.first.bias.requires_grad_(True), r"not reduced: first\.bias\. It was frozen"),
+    "wider": (lambda model: model.first.double(), r"first\.weight is float64, it was float32"),
+    "loaded": (loaded, r"reduced: first\.weight, last\.weight, last\.bias\. The parameter was replaced"),
 }
-
-
-@pytest.fixture
-def walks(monkeypatch):
-    """Grows with each walk through a module."""
-    seen = []
-    walk = guards._without_hook
-
-    def counted(replica):
-        seen.append(replica.names[0])
-        return walk(replica)
-
-    monkeypatch.setattr(guards, "_without_hook", counted)
-    return seen
 
 
 GUARDED = pytest.mark.skipif(
@@ -105,46 +71,31 @@ GUARDED = pytest.mark.skipif(
 )
 
 
-def eagerly(model):
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # whose backward is not captured
-        return compile_whole(model)(torch.ones(2, 4)).sum().backward()
-
-
 def captured(model):
-    return compile_whole(model)(torch.ones(2, 4)).sum().backward()
+    compile_whole(model)(torch.ones(2, 4)).sum().backward()
+
+
+def by_hooks(model):
+    with eagerly():
+        captured(model)
 
 
 def uncompiled(model):
-    return model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("change", [pytest.param(each, marks=GUARDED if each is wider else ()) for each in CHANGES])
-@pytest.mark.parametrize("step", [pytest.param(captured, marks=GUARDED), eagerly, uncompiled])
-def test_a_change_between_two_backwards(fake_group, walks, change, step):
+@pytest.mark.parametrize("change", [pytest.param(each, marks=GUARDED if each == "wider" else ()) for each in CHANGES])
+@pytest.mark.parametrize("step", [pytest.param(captured, marks=GUARDED), by_hooks, uncompiled])
+def test_a_change_between_two_backwards(fake_group, change, step):
     model = dp_compile.replicate(Net(), config=CONFIG)
-    for _ in range(4):
-        step(model)
-    assert len(walks) == 1 or step is captured
-    model.zero_grad()  # Dynamo refuses a parameter whose gradient is a view of memory with another dtype
-    change(model)
-    for _ in range(2):  # also after the first error was caught
-        with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]):
-            step(model)
-
-
-@pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
-def test_another_dtype_for_a_while(fake_group, compile_model):
-    """torch's DDP loses all parameters without a word."""
-    model, found = dp_compile.replicate(Net(), config=CONFIG), []
-    run = compile_model(model)
     for _ in range(2):
-        model.zero_grad()
-        run(torch.ones(2, 4)).sum().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-        model.double().float()
-    assert found[0]
-    assert all(map(torch.equal, *found))
-    assert sum(dp_compile.report(model).backwards.values()) == 2
+        step(model)
+    model.zero_grad()  # Dynamo refuses a parameter whose gradient is a view of memory with another dtype
+    make, text = CHANGES[change]
+    make(model)
+    for _ in range(2):  # also after the first error was caught
+        with pytest.raises(dp_compile.ReductionError, match=text):
+            step(model)
 
 
 def fingerprint(tensor):
@@ -235,24 +186,6 @@ def test_it_can_be_switched_off(ranks2):
         assert ranks2.run(train, load_alone, every, 6, options)[0] == [""] * 6
 
 
-def local_hook(state, bucket):
-    """Each rank keeps its own gradients, as between two averages of parameters."""
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
-@on_ranks("ranks2")
-def test_comm_hooks_may_keep_gradients_apart():
-    torch.manual_seed(0)
-    model = dp_compile.replicate(nn.Linear(4, 4))
-    model.register_comm_hook(None, local_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(6):
-        model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
-        optimizer.step()
-
-
 @on_ranks("ranks2")
 def test_ranks_that_have_run_out_of_inputs_do_not_step():
     """Rank 1 has a fourth of the inputs."""
@@ -269,9 +202,6 @@ def test_ranks_that_have_run_out_of_inputs_do_not_step():
     same_on_all_ranks(model)
 
 
-WAYS = {"captured": compile_whole, "not compiled": not_compiled}
-
-
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -285,21 +215,21 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("way", "parts", "at"),
+    ("compile_model", "parts", "at"),
     [
-        ("captured", ("left",), 1),
-        ("captured", ("left", "right"), 0),
-        ("captured", ("", "right"), 1),
-        ("not compiled", ("left",), 0),
-        ("not compiled", ("", "right"), 1),
+        (compile_whole, ("left",), 1),
+        (compile_whole, ("left", "right"), 0),
+        (compile_whole, ("", "right"), 1),
+        (not_compiled, ("left",), 0),
+        (not_compiled, ("", "right"), 1),
     ],
 )
 @on_ranks("ranks")
-def test_it_is_named_on_every_rank(way, parts, at):
+def test_it_is_named_on_every_rank(compile_model, parts, at):
     """In step `at` each rank leaves one of `parts` out, the last rank the last one."""
     torch.manual_seed(0)
     model = dp_compile.replicate(Branches(), config=AOT)
-    run, last = WAYS[way](model), dist.get_world_size() - 1
+    run, last = compile_model(model), dist.get_world_size() - 1
     part = parts[-1] if dist.get_rank() == last else parts[0]
     for number in range(at):
         model.zero_grad()
@@ -332,7 +262,7 @@ def run_nan(value, way, checked, factor=1.0):
     call(x).sum().backward()
     x[0, 2] = value if dist.get_rank() == 1 else 1.0
     try:
-        with torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
+        with eagerly(way == "eager hooks"):
             (factor * call(x).sum()).backward()
     except dp_compile.ReductionError as error:
         return str(error)

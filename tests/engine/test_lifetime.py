@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import AOT, Block, batch, compile_blocks, not_compiled, same_on_all_ranks
+from parity import AOT, Block, batch, compile_blocks, compile_whole, not_compiled, same_on_all_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -20,19 +20,18 @@ from dp_compile.engine import monitor
 from dp_compile.errors import ReductionError
 from dp_compile.replica.replica import owners
 from dp_compile.replication.module import replica_of
-from dp_compile.testing.ranks import Ranks
-
-WAYS = {"compiled": compile_blocks, "not compiled": not_compiled}
 
 
-@pytest.mark.parametrize(("way", "cleared"), [("compiled", False), ("compiled", True), ("not compiled", False)])
+@pytest.mark.parametrize(
+    ("compile_model", "cleared"), [(compile_blocks, False), (compile_blocks, True), (not_compiled, False)]
+)
 @on_ranks("ranks")
-def test_parts_train_on_in_step(way, cleared):
+def test_parts_train_on_in_step(compile_model, cleared):
     """The whole is gone, or its forward hooks are."""
     torch.manual_seed(0)
     backbone, head = Block(), Block()
     whole = dp_compile.replicate(nn.Sequential(backbone, head), config=AOT)
-    WAYS[way](whole)
+    compile_model(whole)
     if cleared:
         whole._forward_pre_hooks.clear()
     del whole
@@ -46,8 +45,8 @@ def test_parts_train_on_in_step(way, cleared):
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_parameters_that_outlive_every_module(compiled):
+@pytest.mark.parametrize("compile_model", [not_compiled, compile_whole])
+def test_parameters_that_outlive_every_module(compile_model):
     model = dp_compile.replicate(nn.Sequential(nn.Linear(6, 6)), config=AOT)
     weight, bias = model[0].weight, model[0].bias
     replica = weakref.ref(next(iter(owners)))
@@ -58,22 +57,8 @@ def test_parameters_that_outlive_every_module(compiled):
     def forward(x):
         return nn.functional.linear(x, weight, bias)
 
-    run = torch.compile(forward, backend="aot_eager") if compiled else forward
     with pytest.raises(ReductionError, match=r"the gradient of 0\.(weight|bias) is not reduced"):
-        run(torch.ones(2, 6)).sum().backward()
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_replica_goes_with_its_modules():
-    """Also if what the user gave holds the model."""
-    model = Block()
-    dp_compile.replicate(model, config=AOT, bucket_policy=CustomPolicy([model].__contains__))
-    replica, weight = weakref.ref(next(iter(owners))), weakref.ref(model.layers[0].weight)
-    with dp_compile.compiled_backward():
-        model(torch.ones(2, 6)).sum().backward()
-    del model
-    gc.collect()
-    assert (replica(), weight()) == (None, None)
+        compile_model(forward)(torch.ones(2, 6)).sum().backward()
 
 
 STEPS = 2000
@@ -112,6 +97,12 @@ def monitors():
     return [thread for thread in threading.enumerate() if thread.name == "dp_compile monitor"]
 
 
+def wait_until(holds):
+    deadline = time.monotonic() + 10.0
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def long_run(lives_on):
     """The footprint after `WARM_STEPS` and after `STEPS`, the monitors then, and whether bucket memory stayed."""
     torch.manual_seed(0)
@@ -139,31 +130,26 @@ def test_nothing_grows(ranks2, lives_on):
 
 
 def drop_model():
-    """Delete a model after a few steps. Returns what is still there afterwards."""
+    """Delete a model after a few steps, though what the user gave holds it. Returns what is still there afterwards."""
     gc.collect()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    dp_compile.replicate(model, config=AOT)
+    dp_compile.replicate(model, config=AOT, bucket_policy=CustomPolicy([model].__contains__))
     train(model, 3)
     (replica,) = owners
     things = {"model": model, "replica": replica, **dict(model.named_parameters())}
     alive = {name: weakref.ref(thing) for name, thing in things.items()}
     del model, replica, things
     gc.collect()
-    deadline = time.monotonic() + 10.0
-    while monitors() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not monitors())
     torch.ones(1, requires_grad=True).sum().backward()  # the entry goes with the first backward that finds no owner
     left = [name for name, thing in alive.items() if thing() is not None]
     left += ["entry"] * (torch.autograd._engine_run_backward.__module__ != "torch.autograd.graph")
     return left + ["monitor"] * len(monitors()) + [f"owner of {', '.join(each.names)}" for each in owners]
 
 
-def test_a_deleted_model_leaves_nothing_behind():
-    ranks = Ranks(2, "forkserver")  # new ones: no earlier test has left a model there
-    try:
-        assert ranks.run(drop_model) == [[], []]
-    finally:
-        ranks.stop()
+def test_a_deleted_model_leaves_nothing_behind(own_ranks):
+    """In new processes: no earlier test has left a model there."""
+    assert own_ranks.run(drop_model) == [[]] * own_ranks.world_size
 
 
 @on_ranks("ranks2")
@@ -172,9 +158,7 @@ def test_a_forked_child_has_no_monitor():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     dp_compile.replicate(model, config=AOT)
     train(model, 2)
-    deadline = time.monotonic() + 10.0
-    while monitor.MONITOR._store is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: monitor.MONITOR._store is not None)
     assert monitor.MONITOR._store is not None
     child = os.fork()
     if child == 0:

@@ -2,9 +2,7 @@
 
 import gc
 import json
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,38 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import dp_compile
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.memory import footprint, hold
-
-WARM_UP_STEPS = 3
-MEASURED = "the measured backward"
-
-
-def peak_of_backward(make_step):
-    """The most bytes allocated during a backward after warm-up, over those from before `make_step`. Without threads.
-
-    The profiler knows only allocations that it saw, in this thread: gloo's threads would free what stays in its totals.
-    """
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step = make_step()
-        for _ in range(WARM_UP_STEPS):
-            step().backward()
-        loss = step()
-        with record_function(MEASURED):
-            loss.backward()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    (backward,) = (event for event in events if event.get("name") == MEASURED and event.get("ph") == "X")
-    memory = sorted(
-        (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]"
-    )
-    _, total, nbytes = memory[0]
-    end = backward["ts"] + backward["dur"]
-    return max(now for time, now, _ in memory if backward["ts"] <= time <= end) - (total - nbytes)
-
 
 aten = torch.ops.aten
 KIB = 1024
@@ -126,29 +92,41 @@ def lives_in(cat):
 
 
 BUCKET_NBYTES = 256 * KIB
+MEASURED = "the measured backward"
 
 
-def stepping(wrap):
-    """Steps of 4 layers with 256 KiB of weights each, which is a bucket each."""
+def peak_of_backward(wrap, path):
+    """The most bytes allocated during a backward after warm-up, over those from before: 4 layers, each of a bucket.
 
-    def make():
+    The profiler knows only allocations that it saw, in this thread: gloo's threads would free what stays in its totals.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(0)
         layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
         model, x = nn.Sequential(*layers), torch.randn(512, 256)
         run = wrap(model)
-
-        def step():
+        for name in ("first", "second", "third", MEASURED):
             model.zero_grad()
-            return run(x).square().mean()
-
-        return step
-
-    return make
+            loss = run(x).square().mean()
+            with record_function(name):
+                loss.backward()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    (backward,) = (event for event in events if event.get("name") == MEASURED and event.get("ph") == "X")
+    memory = sorted(
+        (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]"
+    )
+    _, total, nbytes = memory[0]
+    end = backward["ts"] + backward["dur"]
+    return max(now for time, now, _ in memory if backward["ts"] <= time <= end) - (total - nbytes)
 
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.nightly
-def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated():
+def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated(tmp_path):
     replicated = []
 
     def ours(model):
@@ -162,11 +140,11 @@ def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated():
         return torch.compile(reference)
 
     with torch._inductor.config.patch(fx_graph_cache=False):
-        ours_nbytes = peak_of_backward(stepping(ours))
+        ours_nbytes = peak_of_backward(ours, tmp_path / "ours.json")
     report = dp_compile.report(replicated[0])
     replicated.clear()
     torch._dynamo.reset()
-    ddp_nbytes, memory = peak_of_backward(stepping(ddp)), report.captures[0].memory
+    ddp_nbytes, memory = peak_of_backward(ddp, tmp_path / "ddp.json"), report.captures[0].memory
     assert str(memory) in str(report)
     assert ours_nbytes <= ddp_nbytes
     assert memory.nbytes <= memory.ddp_nbytes

@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from parity import AOT
+from parity import AOT, eagerly
 from torch import nn
 
 import dp_compile
@@ -79,7 +80,7 @@ def train(eager_rank):
     for number in range(3):
         x = torch.randn(8, 24, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
         optimizer.zero_grad()
-        with torch.autograd.set_detect_anomaly((eager_rank, 0) == (dist.get_rank(), number), check_nan=False):
+        with eagerly((eager_rank, 0) == (dist.get_rank(), number)):
             step(compiled, x)
         optimizer.step()
     return dp_compile.report(ours).plan, next(ours.parameters()).detach()
@@ -149,29 +150,8 @@ def test_a_plan_that_differs_is_found_before_it_is_used(ranks2):
     assert one[1] == other[1]  # the plan of before, which all have
 
 
-SAME = {"options": {"cap": 25.0}}
-
-
-def on_threads(ranks, call):
-    """What `call` returns on each rank, or the text of its error."""
-    heard = {}
-
-    def run(rank):
-        try:
-            heard[rank] = call(rank)
-        except DesyncError as error:
-            heard[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return heard
-
-
 CALLS = {
-    "check_consistent": lambda channel: check_consistent(channel, "topic", SAME),
+    "check_consistent": lambda channel: check_consistent(channel, "topic", {"options": {"cap": 25.0}}),
     "broadcast_object": lambda channel: broadcast_object(channel, "topic", 1),
     "all_gather_object": lambda channel: all_gather_object(channel, "topic", 1),
 }
@@ -186,35 +166,26 @@ def test_the_store_is_lost(call, rank, before):
     """Before a rank asks, and while it waits: the error comes at once and is not one of a rank that did not come."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client, other = (dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(2))
-    heard = []
-
-    def ask():
-        try:
-            CALLS[call](StoreChannel(client, rank, 2, 60.0))
-        except BaseException as error:
-            heard.append(error)
-
-    thread = threading.Thread(target=ask)
-    if before:
-        del server
-        thread.start()
-    else:
-        thread.start()
-        while not other.check([f"topic/{rank}"]) and call != "broadcast_object":
-            time.sleep(0.01)
-        time.sleep(0.1)
-        del server
-    thread.join(30.0)
-    (error,) = heard
-    assert isinstance(error, CommunicationError)
-    assert "the key-value store does not answer after" in str(error)
+    with ThreadPoolExecutor(1) as pool:
+        if before:
+            del server
+        asked = pool.submit(CALLS[call], StoreChannel(client, rank, 2, 60.0))
+        if not before:
+            while not other.check([f"topic/{rank}"]) and call != "broadcast_object":
+                time.sleep(0.01)
+            time.sleep(0.1)
+            del server
+        with pytest.raises(CommunicationError, match="the key-value store does not answer after"):
+            asked.result(30.0)
 
 
 def test_many_missing_ranks_are_all_named_before_any_rank_gives_up():
     """The one verdict comes in time for those who wait for it, however many ranks are missing."""
     store = dist.HashStore()
-    heard = on_threads((0, 5), lambda rank: check_consistent(StoreChannel(store, rank, 6, 2.0), "topic", SAME))
-    assert set(heard.values()) == {"topic: ranks 1, 2, 3, 4 have not reached this synchronisation point after 2 s"}
+    with ThreadPoolExecutor(2) as pool:
+        for asked in [pool.submit(CALLS["check_consistent"], StoreChannel(store, rank, 6, 2.0)) for rank in (0, 5)]:
+            with pytest.raises(DesyncError, match=r"^topic: ranks 1, 2, 3, 4 have not reached .* point after 2 s$"):
+                asked.result()
 
 
 @pytest.mark.parametrize(
@@ -254,9 +225,8 @@ def test_a_rank_that_compiles(monkeypatch, place, beats, bound_s, comes):
         write_status(store, 0, RankStatus(beat + 1, {}))
         broadcast_object(StoreChannel(store, 0, 2, 0.5), "topic", 1)
 
-    rank_0 = threading.Thread(target=compile_and_come)
-    rank_0.start()
-    with contextlib.nullcontext() if comes else pytest.raises(DesyncError, match="has not decided within"):
-        assert broadcast_object(StoreChannel(store, 1, 2, 0.5, (0, 1)), "topic", None) == 1
-    over.set()
-    rank_0.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compile_and_come)
+        with contextlib.nullcontext() if comes else pytest.raises(DesyncError, match="has not decided within"):
+            assert broadcast_object(StoreChannel(store, 1, 2, 0.5, (0, 1)), "topic", None) == 1
+        over.set()

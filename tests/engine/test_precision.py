@@ -3,15 +3,15 @@
 import math
 import re
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import AOT, batch, compile_whole, mlp, not_compiled
+from parity import AOT, batch, compile_whole, eagerly, mlp, not_compiled
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-WAYS = {
-    "captured": compile_whole,
-    "eager hooks": compile_whole,
-    "not compiled": not_compiled,
-}
-
-
 def config_of(**options):
     """`reduce_dtype` is that of a policy."""
     policy = MixedPrecisionPolicy(reduce_dtype=options.pop("reduce_dtype", None))
@@ -42,11 +35,8 @@ def config_of(**options):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 12, 64, 1000])
 def test_float16_is_divided_as_fsdp_does(world_size):
-    class Group:
-        def size(self):
-            return world_size
-
-    before, after, *_ = _get_gradient_divide_factors(Group(), None, FP16)
+    group = mock.Mock(size=lambda: world_size)
+    before, after, *_ = _get_gradient_divide_factors(group, None, FP16)
     assert before_the_sum(world_size) == before
     found = Averaging().reduction("0", NCCL, world_size, "float16")
     assert (found.scale, found.post_scale) == (1 / before, 1 / after)
@@ -61,17 +51,14 @@ def test_a_cast_that_overflows_is_found_on_every_rank(way, checked):
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     dp_compile.replicate(model, config=config_of(check_nan=checked, reduce_dtype=FP16))
-    loss = WAYS[way](model)(torch.full((1, 1), 1e6 if dist.get_rank() == 1 else 1.0)).sum()
+    loss = compile_whole(model)(torch.full((1, 1), 1e6 if dist.get_rank() == 1 else 1.0)).sum()
     # The bias has a gradient of one.
     text = (
         r"not finite: 0\.weight \(inf\), 1\.weight \(inf\)\. The loss was finite on every rank"
         ".*a gradient or a sum overflowed its wire dtype"
     )
-    with (
-        pytest.raises(dp_compile.ReductionError, match=text) if checked else nullcontext(),
-        warnings.catch_warnings(action="ignore"),
-        torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False),
-    ):
+    named = pytest.raises(dp_compile.ReductionError, match=text) if checked else nullcontext()
+    with named, eagerly(way == "eager hooks"):
         loss.backward()
     assert checked or model[0].weight.grad.isinf()
     dp_compile.unreplicate(model)
@@ -106,9 +93,9 @@ def test_three_ranks_and_one_divide_as_the_formula_says(way, alone):
         numbers = [numbers_of(rank, dtype) for rank in ([dist.get_rank()] if alone else range(ranks))]
         model = nn.Linear(len(numbers[0]), 1, bias=False).to(dtype)
         dp_compile.replicate(model, process_group=group, config=config_of(**options))
-        eager = torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False)
-        with warnings.catch_warnings(action="ignore"), eager:
-            WAYS[way](model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
+        compile_model = not_compiled if way == "not compiled" else compile_whole
+        with eagerly(way == "eager hooks"):
+            compile_model(model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
 
         wire, divisor = options.get("reduce_dtype", dtype), options.get("gradient_divide_factor", float(ranks))
         before = before_the_sum(divisor) if wire == FP16 else divisor
@@ -157,8 +144,7 @@ def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(dtype, options
         model.set_gradient_divide_factor(factor)
         for each in (model, alone):
             each.zero_grad()
-        by_hooks = step == 3 and dist.get_rank() == 1
-        with warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(by_hooks, check_nan=False):
+        with eagerly(step == 3 and dist.get_rank() == 1):
             run(batch(step).to(dtype)).square().mean().backward()
         alone(batch(step).to(dtype)).square().mean().backward()
         report = dp_compile.report(model)

@@ -1,17 +1,18 @@
-"""Gradient semantics, also of sparse gradients and inner backwards, next to torch's DDP: lines of docs/semantics.md."""
+"""Each model, each way to train and each use of autograd next to torch's DDP: lines of docs/semantics.md."""
 
 import copy
 import os
 import threading
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fuzzing import RecomputedFunction
+from fuzzing import HOOKS, RecomputedFunction
 from on_ranks import on_ranks
 from parity import (
     AOT,
@@ -21,6 +22,8 @@ from parity import (
     beside,
     compile_blocks,
     compile_whole,
+    eagerly,
+    expect_average,
     in_cpp,
     mlp,
     not_compiled,
@@ -36,6 +39,8 @@ import dp_compile
 from dp_compile._torch import compiler
 from dp_compile.config import CHECK_VARIABLE
 from dp_compile.errors import ReductionError
+from dp_compile.passes.reduction import EagerOps, Launched
+from dp_compile.train.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -165,18 +170,9 @@ def penalty(side, number):
         (grad.square().sum() / 100).backward()
 
 
-def clip(parameter):
-    """Not linear, as all of these: of a linear one no number tells whether it ran before the reduction or after it."""
-    parameter.grad.clamp_(-0.01, 0.01)
-
-
 def replace(parameter):
     """Another tensor in the gradient's place, and not a number on one rank."""
     parameter.grad = torch.nan_to_num(parameter.grad / (parameter.grad.abs() > 0.02), nan=0.0, posinf=0.5, neginf=-0.5)
-
-
-def drop(parameter):
-    parameter.grad = None
 
 
 class WithHooks(nn.Module):
@@ -186,8 +182,8 @@ class WithHooks(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), Block(), nn.Linear(6, 6)
         self.first.weight.register_hook(lambda grad: grad * 3)
-        self.last.weight.register_post_accumulate_grad_hook(clip)
-        self.last.bias.register_post_accumulate_grad_hook(drop)
+        self.last.weight.register_post_accumulate_grad_hook(HOOKS["clip"])
+        self.last.bias.register_post_accumulate_grad_hook(HOOKS["drop"])
         self.inner.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
         self.last.register_full_backward_pre_hook(lambda module, grads: (grads[0] + 1,))
 
@@ -197,14 +193,10 @@ class WithHooks(nn.Module):
 
 def with_late_hooks(side, number):
     """More hooks, after `replicate` put its own on the parameters. Rank 0 cannot capture the second backward."""
-    for name, hook in (("first.bias", replace), ("inner.layers.0.bias", clip)) if number == 0 else ():
+    for name, hook in (("first.bias", replace), ("inner.layers.0.bias", HOOKS["clip"])) if number == 0 else ():
         side.module.get_parameter(name).register_post_accumulate_grad_hook(hook)
-    with anomalies() if number == 1 and dist.get_rank() == 0 else nullcontext():
+    with eagerly(number == 1 and dist.get_rank() == 0):
         plain(side, number)
-
-
-def anomalies():
-    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def backward_in_autocast(side, number):
@@ -231,18 +223,6 @@ def sharpness_aware(side, number):
     with torch.no_grad():
         for parameter, change in moved.items():
             parameter.sub_(change)
-
-
-class Renormalised(nn.Module):
-    """The forward changes the embedding's weight itself, also between micro steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.layers = nn.Embedding(12, 6, max_norm=1.0), mlp()
-
-    def forward(self, x):
-        tokens = (x.abs() * 3).long().clamp(max=11)
-        return self.layers(self.table(tokens).sum(1))
 
 
 def input_gradients(side, number):
@@ -294,23 +274,106 @@ class GivesNone(torch.autograd.Function):
 
 
 class WithNone(nn.Module):
-    def __init__(self, factor):
+    def __init__(self):
         super().__init__()
-        self.layers, self.weight, self.factor = Block(), nn.Parameter(torch.ones(6)), factor
+        self.layers, self.weight = Block(), nn.Parameter(torch.ones(6))
 
     def forward(self, x):
-        """With a factor another function gets the missing gradient, not the parameter."""
-        return GivesNone.apply(self.layers(x), self.weight * self.factor if self.factor > 1 else self.weight)
+        return GivesNone.apply(self.layers(x), self.weight)
+
+
+class ConvNet(nn.Module):
+    """In channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 4, 2), nn.Linear(4, 5)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        x = x.view(-1, 1, 2, 3).to(memory_format=torch.channels_last)
+        return self.head(self.second(self.norm(self.first(x)).relu()).mean((2, 3)))
+
+
+class Language(nn.Module):
+    """With tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = GPT(GPTConfig(vocabulary=64, context=16, width=16, layers=1, heads=2))
+
+    def forward(self, x):
+        return self.gpt((20 * x.abs()).long().clamp(max=63))
+
+
+def used_twice():
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def in_bfloat16(side, number):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = side.loss(number)
+    loss.backward()
+
+
+def rank_1_eagerly(side, number):
+    """It cannot capture each second of its backwards; the collectives still fit together."""
+    with eagerly(side.ours and number % 2 == 1 and dist.get_rank() == 1):
+        plain(side, number)
+
+
+class Branches(nn.Module):
+    """Which parameters take part depends on the rank and the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.never, self.last = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x, way):
+        branch = self.left if way % 2 == 0 else self.right
+        return self.last(branch(x))
+
+
+def unused(side, number):
+    side.run(batch(number), dist.get_rank() * (number % 3) + number // 3).square().mean().backward()
+
+
+def unused_locally(side, number):
+    with side.no_sync():
+        unused(side, 2 * number)
+    unused(side, 2 * number + 1)
 
 
 WAYS = {
     "compiled": (compile_whole, nullcontext),
     "blocks": (compile_blocks, nullcontext),
-    "eager hooks": (compile_blocks, anomalies),
+    "eager hooks": (compile_blocks, eagerly),
     "not compiled": (not_compiled, nullcontext),
+    "inductor": (torch.compile, nullcontext),
 }
 BOTH = ("compiled", "not compiled")
+KEPT = {"set_to_none": lambda number: False}
+UNUSED = {"steps": 6, "find_unused": True}
+# Gradients are kept from the second step on, so that both forms are compiled.
+INDUCTOR = {
+    "bucket_cap_mb": 3e-4,
+    "config": dp_compile.ReplicateConfig(),
+    "set_to_none": lambda number: number % 2 == 0,
+    "atol": 1e-5,
+}
 CASES = {
+    "language model": (Language, plain, BOTH, {"bucket_cap_mb": 0.001}),
+    "autocast": (Language, in_bfloat16, ("compiled",), {"rtol": 2e-2, "atol": 2e-3}),
+    "gradients kept": (ConvNet, plain, BOTH, KEPT),
+    "as it is used": (ConvNet, plain, ("inductor",), INDUCTOR),
+    "used twice": (used_twice, accumulation, BOTH, {}),
+    "captured on one rank": (ConvNet, rank_1_eagerly, ("compiled",), {"steps": 4}),
+    "unused": (Branches, unused, ("compiled",), UNUSED),
+    "unused, gradients kept": (Branches, unused, ("not compiled",), UNUSED | KEPT),
+    "unused in one of two": (Branches, unused_locally, ("not compiled",), UNUSED),
+    "unused in one of two, gradients kept": (Branches, unused_locally, ("compiled",), UNUSED | KEPT),
     "two forwards, one backward": (mlp, two_forwards, BOTH, {}),
     "accumulation": (mlp, accumulation, (*BOTH, "eager hooks"), {}),
     "twice through one graph": (mlp, twice_through_one_graph, BOTH, {}),
@@ -329,10 +392,8 @@ CASES = {
     "reentrant checkpoints": (lambda: Recomputed(reentrant=True), plain, ("blocks", "not compiled"), {}),
     "past torch.autograd": (mlp, past_torch, BOTH, {}),
     "started in C++": (mlp, in_cpp, BOTH, {}),
-    "no gradient for a parameter": (lambda: WithNone(1), plain, ("blocks", "eager hooks", "not compiled"), {}),
-    "no gradient for a product": (lambda: WithNone(3), plain, ("blocks", "eager hooks", "not compiled"), {}),
+    "no gradient for a parameter": (WithNone, plain, ("blocks", "eager hooks", "not compiled"), {}),
     "sharpness-aware": (mlp, sharpness_aware, BOTH, {}),
-    "max_norm": (Renormalised, accumulation, BOTH, {}),
     "gradients of inputs": (mlp, input_gradients, BOTH, {}),
     # The generator has the same state before each forward; every rank has its own.
     "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.5), mlp()), plain, ("compiled",), {}),
@@ -346,6 +407,7 @@ CASES = {
 
 
 NOT_CAPTURED = ("create_graph", "hooks that change gradients", "past torch.autograd", "started in C++")
+NOT_CAPTURED += ("captured on one rank",)
 
 
 def run_case(case, way):
@@ -363,8 +425,41 @@ def run_case(case, way):
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case in CASES for way in CASES[case][2]])
 def test_step_beside_torch_ddp(ranks, case, way):
     for report in ranks.run(run_case, case, way):
-        if way == "compiled" and case not in NOT_CAPTURED:
+        if way in ("compiled", "inductor") and case not in NOT_CAPTURED:
             assert set(report.backwards) <= {"captured", "without sync"}
+            assert {record.graphs for record in report.captures} == {1}
+            assert any(record.completed for record in report.captures) or not case.startswith("unused")
+        if way == "inductor":
+            assert 1 < report.captures[0].collectives < report.captures[0].hooks
+
+
+@dataclass(frozen=True)
+class LateWork:
+    """A collective whose result is there when it is waited for, not before."""
+
+    tensor: torch.Tensor
+
+    def wait(self):
+        self.tensor.fill_(3.0)
+
+
+def test_eager_hooks_launch_one_module_after_the_other_and_wait(monkeypatch):
+    """As captured code does on another rank: the last module first, in whichever order gradients are complete."""
+    launched = []
+
+    def launch(ops, stage, tensor):
+        launched.append(tensor.numel())
+        return Launched(tensor, LateWork(tensor))
+
+    monkeypatch.setattr(EagerOps, "launch", launch)
+    first, last = nn.Linear(2, 2), nn.Linear(3, 3)
+    for model in (first, last):
+        dp_compile.replicate(model, bucket_cap_mb=1e-6, check_reductions=False)
+    # The engine begins with what was computed last.
+    (last(torch.ones(1, 3)).sum() + first(torch.ones(1, 2)).sum()).backward()
+    plans = [dp_compile.report(model).plan for model in (last, first)]
+    assert launched == [bucket.numel for plan in plans for bucket in plan.buckets]
+    assert all(bool((each.grad == 3.0).all()) for model in (first, last) for each in model.parameters())
 
 
 @on_ranks("ranks")
@@ -378,9 +473,7 @@ def test_what_inner_backwards_use_is_not_taken_for_unused():
         for each in (model, alone):
             each.zero_grad()
             each(batch(number)).square().mean().backward()
-        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
-            dist.all_reduce(other.grad)
-            torch.testing.assert_close(mine.grad, other.grad / dist.get_world_size())
+        expect_average(model, alone)
     dp_compile.unreplicate(model)
 
 
@@ -499,8 +592,7 @@ def test_a_node_that_a_checkpoint_and_the_captured_backward_share(function, outs
         else:
             loss.backward()
             assert dp_compile.report(model).backwards["eager hooks"] == 1
-            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(2 * ours.grad, theirs.grad)  # the other rank of the fake group gives zeros
+            expect_average(model, twin)
     dp_compile.unreplicate(model)
 
 
@@ -518,11 +610,10 @@ class Waits(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_two_backwards_of_one_module_at_a_time_are_refused():
     model = dp_compile.replicate(mlp(), config=AOT)
     compiled = torch.compile(model, backend="aot_eager")
-    with torch.autograd.detect_anomaly(check_nan=False):  # not captured: a thread cannot be held up in a capture
+    with eagerly():  # a thread cannot be held up in a capture
         compiled(torch.ones(2, 6)).sum().backward()
         loss = Waits.apply(compiled(torch.ones(2, 6))).sum()
         slow = threading.Thread(target=loss.backward)
@@ -585,21 +676,10 @@ def test_uneven_inputs():
 
 
 def test_what_it_cannot_be_combined_with():
-    def cast():
+    model = dp_compile.replicate(Words())
+    with pytest.raises(dp_compile.ConfigError, match=r"first\.weight is sparse, and reduce_dtype does not support"):
         dp_compile.replicate(Words(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-
-    def hook():
-        dp_compile.replicate(Words()).register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-
-    def shard():
-        model = dp_compile.replicate(Words())
+    with pytest.raises(dp_compile.ConfigError, match=r"first\.weight is sparse, and a comm hook does not support"):
+        model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+    with pytest.raises(dp_compile.ConfigError, match=r"first\.weight has sparse gradients and cannot be sharded"):
         dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), 0.1), shard=True)
-
-    attempts = {
-        cast: "the gradient of first.weight is sparse, and reduce_dtype does not support",
-        hook: "the gradient of first.weight is sparse, and a comm hook does not support",
-        shard: "first.weight has sparse gradients and cannot be sharded",
-    }
-    for attempt, text in attempts.items():
-        with pytest.raises(dp_compile.ConfigError, match=text):
-            attempt()

@@ -1,20 +1,18 @@
 """Several replicated modules: on one group or two, other ones on other ranks, of other kinds, parts of one model."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import AOT, batch, compare, compile_whole, mlp
+from parity import AOT, batch, compare, compile_whole, eagerly, mlp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile._torch import compiler
-from dp_compile._torch.compiler import captures
 from dp_compile.decentralized import decentralize
 
 
@@ -27,8 +25,7 @@ def test_ranks_that_reduce_different_modules_together(way):
     runs = [compile_whole(head) if way != "not compiled" else head for head in heads]
 
     def step(run, number):
-        eager = torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False)
-        with warnings.catch_warnings(action="ignore"), eager:
+        with eagerly(way == "eager hooks"):
             run(batch(number)).square().mean().backward()
 
     for number in range(3):
@@ -164,10 +161,7 @@ def test_as_fsdp_with_nested_policies(eager_rank):
         for micro in range(2):
             for module, run in ((model, ours), (theirs, theirs)):
                 module.set_requires_gradient_sync(micro == 1)
-                with (
-                    warnings.catch_warnings(action="ignore"),
-                    torch.autograd.set_detect_anomaly(eager and run is ours, check_nan=False),
-                ):
+                with eagerly(eager and run is ours):
                     result = run(tokens(2 * step + micro))
                     assert result.dtype == BF16
                     result.float().square().mean().backward()
@@ -186,29 +180,19 @@ def test_as_fsdp_with_nested_policies(eager_rank):
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_warmup_reaches_parts():
-    model = Net()
-    for each in (model.embed, model):
-        dp_compile.replicate(each, config=AOT)
-    run = compile_whole(model)
-    dp_compile.warmup(model, [tokens(0)], lambda batch: run(batch).square().mean())
-    assert dp_compile.report(model.embed).backwards == {}
-
-
-@pytest.mark.usefixtures("fake_group")
 class TestAlone:
     def test_synchronisation_reaches_parts(self):
         model = Net()
         for each in (*parts(model), model):
             dp_compile.replicate(each, config=AOT)
-        run, before = compile_whole(model), captures()
+        run, before = compile_whole(model), compiler.captures()
         with model.no_sync():
             run(tokens(0)).square().mean().backward()
         model.set_requires_gradient_sync(False)
         run(tokens(0)).square().mean().backward()
         model.set_requires_gradient_sync(True)
         run(tokens(0)).square().mean().backward()
-        assert captures() - before <= 3, "one graph for each backward"
+        assert compiler.captures() - before <= 3, "one graph for each backward"
         for each in (*parts(model), model):
             assert dp_compile.report(each).backwards == {"without sync": 2, "captured": 1}
             dp_compile.unreplicate(each)
@@ -239,13 +223,3 @@ class TestAlone:
         with pytest.raises(dp_compile.UnsupportedModuleError, match="a part of the module is replicated already"):
             decentralize(nn.Sequential(model), topology="ring", optimizer=torch.optim.SGD)
         dp_compile.unreplicate(model)
-
-    def test_a_wrapper_around_a_part_and_around_the_whole(self):
-        model = Net()
-        model.embed = dp_compile.DistributedDataParallel(model.embed, config=AOT)
-        wrapper = dp_compile.DistributedDataParallel(model, config=AOT)
-        with wrapper.no_sync():
-            wrapper(tokens(0)).square().mean().backward()
-        assert dp_compile.report(model.embed).backwards == dp_compile.report(wrapper).backwards == {"without sync": 1}
-        for each in (wrapper, model.embed):
-            dp_compile.unreplicate(each)
