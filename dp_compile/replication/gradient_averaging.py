@@ -77,6 +77,17 @@ def _replan(replica: Replica, group: Group) -> None:
     replica.adopt(PlanResult(plan, planning.certificate), planning.ready)
 
 
+def keep_buckets(replica: Replica, group: Group) -> None:
+    """Reduce the same buckets over this group, as it says, from now on; between backwards, on every rank of it.
+
+    A plan takes long to make, and another divisor, perhaps one in each step, changes none.
+    """
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
+    replica.group = group  # not of a divisor that was refused
+    planned = PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate)
+    replica.adopt(planned, replica.planning.ready)
+
+
 def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> None:
     """See `ReplicatedModule.set_gradient_divide_factor`. `name`: of the module's class."""
     with propagate_errors(replica, "set_gradient_divide_factor()"):
@@ -88,12 +99,8 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
     if averaging.divide_by != factor:
         given = averaging.given or averaging.divide_by is not None
         averaging = replace(averaging, divide_by=float(factor), given=given)
-        replica.group = replace(replica.group, averaging=averaging)
+        keep_buckets(replica, replace(replica.group, averaging=averaging))
         replica.config = replace(replica.config, gradient_divide_factor=float(factor))
-        # The buckets stay: a plan takes long to make, and the factor, perhaps another one in each step, changes none.
-        gradients = gradient_specs(replica.parameters, replica.names, replica.group, replica.module.sparse)
-        planned = PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate)
-        replica.adopt(planned, replica.planning.ready)
 
 
 def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
