@@ -98,6 +98,21 @@ def test_a_change_between_two_backwards(fake_group, change, step):
             step(model)
 
 
+@pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
+def test_another_dtype_for_a_while(fake_group, compile_model):
+    """torch's DDP loses all parameters without a word."""
+    model, found = dp_compile.replicate(Net(), config=CONFIG), []
+    run = compile_model(model)
+    for _ in range(2):
+        model.zero_grad()
+        run(torch.ones(2, 4)).sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        model.double().float()
+    assert found[0]
+    assert all(map(torch.equal, *found))
+    assert sum(dp_compile.report(model).backwards.values()) == 2
+
+
 def fingerprint(tensor):
     return int(fingerprints([tensor])[0])
 

@@ -180,6 +180,16 @@ def test_as_fsdp_with_nested_policies(eager_rank):
 
 
 @pytest.mark.usefixtures("fake_group")
+def test_warmup_reaches_parts():
+    model = Net()
+    for each in (model.embed, model):
+        dp_compile.replicate(each, config=AOT)
+    run = compile_whole(model)
+    dp_compile.warmup(model, [tokens(0)], lambda batch: run(batch).square().mean())
+    assert dp_compile.report(model.embed).backwards == {}
+
+
+@pytest.mark.usefixtures("fake_group")
 class TestAlone:
     def test_synchronisation_reaches_parts(self):
         model = Net()
