@@ -64,11 +64,8 @@ def as_arrays(gradients):
 
 def run(name, backend="aot_eager"):
     """In new processes: Dynamo, Inductor and DDP keep state in one. Without code where the compiler does not matter."""
-    ranks = Ranks(2, "forkserver")
-    try:
+    with Ranks(2, "forkserver") as ranks:
         return ranks.run(train, name, backend)
-    finally:
-        ranks.stop()
 
 
 @cache
@@ -141,24 +138,12 @@ def test_a_collective_lasts_as_long_as_stated_and_waits_its_turn():
     assert not SimulatedGroup(0, RANKS, NEVER).allreduce([data]).is_completed()
 
 
-@pytest.fixture
-def fresh():
-    """A new process: modes change settings of the compiler."""
-    ranks = Ranks(1, "forkserver")
-    yield ranks
-    ranks.stop()
-
-
-def on_simulated(function, *arguments, cost=FAST):
-    """In that process, with the simulated group in place of its group."""
-    dist.destroy_process_group()
-    os.environ.update(simulated_group.environment(cost))
-    dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
-    return function(*arguments)
-
-
-def gradients_of(name):
-    """Of the first batch, by a mode, and after three steps."""
+def gradients_of(name, is_simulated=False):
+    """Of the first batch, by a mode, and after three steps; perhaps with the simulated group."""
+    if is_simulated:
+        dist.destroy_process_group()
+        os.environ.update(simulated_group.environment(FAST))
+        dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
     torch.manual_seed(0)
     chosen = mode(name)
     trainer = chosen.prepare(tiny(), **{"backend": "aot_eager"} if chosen.takes("backend") else {})
@@ -173,20 +158,14 @@ def gradients_of(name):
     "name",
     ["ours", "python_reducer", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "ddp_compiled"))],
 )
-def test_modes_train_as_one_process_does(fresh, name):
+def test_modes_train_as_one_process_does(name):
     """No mode waits for a rank that does not exist, and averages are the gradients of this process."""
-    (found,) = fresh.run(on_simulated, gradients_of, name)
-    alone = of_one_process()
-    assert found.keys() == alone.keys()
-    for key, value in alone.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(in_a_new_process(name, True), in_a_new_process("compute"), rtol=1e-4, atol=1e-6)
 
 
 @cache
-def of_one_process():
-    ranks = Ranks(1, "forkserver")
-    try:
-        (found,) = ranks.run(gradients_of, "compute")
-    finally:
-        ranks.stop()
-    return dict(found)
+def in_a_new_process(*arguments):
+    """Modes change settings of the compiler."""
+    with Ranks(1, "forkserver") as ranks:
+        (found,) = ranks.run(gradients_of, *arguments)
+    return found

@@ -17,8 +17,6 @@ from parity import AOT, batch, compile_whole, mlp, not_compiled, train_beside
 from reference_hooks import LARGEST, Rounded, as_torch_s, in_blocks, reduced_by_formula
 from steps import step_of_buckets
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,10 +62,10 @@ def pair(uneven=False, **options):
 NEVER = lambda step: False  # noqa: E731
 WAYS = {
     "inductor": (compile_whole, NEVER, {"config": dp_compile.ReplicateConfig(bucket_cap_mb=1e-5)}),
-    "a new plan": (compile_whole, NEVER, {"config": AOT}),
+    "captured": (compile_whole, NEVER, {}),
     "one rank by hooks": (compile_whole, lambda step: step % 2 == 1 and dist.get_rank() == 1, {}),
-    "not compiled": (not_compiled, NEVER, {}),
-}  # fmt: skip
+    "eager hooks": (not_compiled, NEVER, {}),
+}
 
 
 def run_as_torch_s(way, micro=1, uneven=False):
@@ -79,14 +77,12 @@ def run_as_torch_s(way, micro=1, uneven=False):
     report = dp_compile.report(ours)
     (flags,) = (bucket for bucket in report.plan.buckets if any(each.gradient.index == 9 for each in bucket.members))
     assert (len(flags.members), flags.key.reduction.hook) == (1, None)
-    dp_compile.unreplicate(ours)
     return dict(report.backwards)
 
 
-@pytest.mark.parametrize("way", ["a new plan", "not compiled"])
+@pytest.mark.parametrize("way", ["captured", "eager hooks"])
 def test_as_torch_s_ddp(ranks2, way):
-    found = ranks2.run(run_as_torch_s, way)
-    assert found == [{"eager hooks" if way == "not compiled" else "captured": 4}] * 2
+    assert ranks2.run(run_as_torch_s, way) == [{way: 4}] * 2
 
 
 def test_accumulation_and_what_a_rank_does_not_use(ranks2):
@@ -116,25 +112,20 @@ def test_a_state_is_saved_and_goes_on_in_other_buckets():
     assert len(dp_compile.report(again).plan.buckets) == 2  # one, and the flags
     with pytest.raises(dp_compile.UnsupportedModuleError, match=r"load it before register_comm_hook\(\)"):
         copied.load_state_dict(copied.state_dict())
-    dp_compile.unreplicate(again)
 
 
 @on_ranks("ranks2")
 def test_join():
     ours, theirs, state = pair()
     run = compile_whole(ours)
-    with dp_compile.join(ours):
-        for number in range(2 + dist.get_rank()):
-            ours.zero_grad()
-            run(batch(number)).square().mean().backward()
-    with theirs.join():
-        for number in range(2 + dist.get_rank()):
-            theirs.zero_grad()
-            theirs(batch(number)).square().mean().backward()
+    for model, call, join in ((ours, run, dp_compile.join(ours)), (theirs, theirs, theirs.join())):
+        with join:
+            for number in range(2 + dist.get_rank()):
+                model.zero_grad()
+                call(batch(number)).square().mean().backward()
     assert state.backwards == 3
     # What the rank without inputs did not send yet it sends in the steps that follow.
     train_beside(ours, run, theirs, range(3, 5), NEVER)
-    dp_compile.unreplicate(ours)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -148,7 +139,6 @@ class TestAlone:
         assert all(not each["seen"].any() for each in state.state_dict()["tensors"].values())
         run(batch(0)).sum().backward()
         assert all(each["seen"].any() for each in state.state_dict()["tensors"].values())
-        dp_compile.unreplicate(model)
 
     def test_what_is_not_finite_is_not_remembered(self):
         """A scaler skips such a step; the memory would hand it on to all that follow."""
@@ -158,33 +148,29 @@ class TestAlone:
         run(batch(0)).sum().backward()
         before = state.state_dict()["tensors"]
         (run(batch(1)) * torch.inf).sum().backward()
-        assert not all(
-            parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None
-        )
+        assert not all(parameter.grad.isfinite().all() for parameter in model.parameters())
         after = state.state_dict()["tensors"]
         assert all(torch.equal(before[name][key], after[name][key]) for name in before for key in before[name])
         assert state.backwards == 2
-        dp_compile.unreplicate(model)
 
     def test_what_is_refused(self):
         model, state = dp_compile.replicate(mlp(), config=AOT), dp_compile.HookState()
-
-        def register(to, kept, hook=Rounded()):  # noqa: B008
-            to.register_comm_hook(kept, hook)
-
-        other = dp_compile.HookState()
+        register, other = model.register_comm_hook, dp_compile.HookState()
         other.load_state_dict({"backwards": 1, "tensors": {"0.weight": {"error": torch.zeros(3)}}})
         for text, attempt in (
             ("state_dict is not the state of a comm hook: KeyError", lambda: state.load_state_dict({"tensors": {}})),
-            (r"does not match 0.bias: it has nothing, the hook expects {'error'", lambda: register(model, other)),
-            ("must be a HookState, got NoneType", lambda: register(model, None)),
-            ("contains a memory address", lambda: register(model, state, dp_compile.FunctionalHook())),
+            (r"does not match 0.bias: it has nothing, the hook expects {'error'", lambda: register(other, Rounded())),
+            ("must be a HookState, got NoneType", lambda: register(None, Rounded())),
+            ("contains a memory address", lambda: register(state, dp_compile.FunctionalHook())),
+            ("dtype must be one of torch.int8, .*got torch.float16", lambda: QuantizedHook(torch.float16)),
+            ("block must be an integer >= 1, got 0", lambda: QuantizedHook(block=0)),
+            ("min_ndim must be an integer >= 0, got -1", lambda: QuantizedHook(min_ndim=-1)),
         ):
             with pytest.raises(dp_compile.ConfigError, match=text):
                 attempt()
-        register(model, state)  # nothing has happened yet
+        register(state, Rounded())  # nothing has happened yet
         with pytest.raises(dp_compile.UnsupportedModuleError, match="belongs to a replicated module already"):
-            register(dp_compile.replicate(mlp(), config=AOT), state)
+            dp_compile.replicate(mlp(), config=AOT).register_comm_hook(state, Rounded())
 
     @pytest.mark.parametrize(
         ("fault", "message"),
@@ -205,7 +191,6 @@ class TestAlone:
         model.register_comm_hook(dp_compile.HookState(), Faulty(fault.removesuffix(", compiled")))
         with pytest.raises(dp_compile.ConfigError, match=message):
             (compile_whole(model) if "compiled" in fault else model)(batch(0)).sum().backward()
-        dp_compile.unreplicate(model)
 
 
 @dataclass(frozen=True)
@@ -237,7 +222,6 @@ def exchanged(way):
     stages = [[stage.op for stage in each.key.reduction.stages] for each in report.plan.buckets]
     assert len(stages) > 3 or options
     assert all(each == ["all_to_all", "all_gather"] for each in stages[:-1])
-    dp_compile.unreplicate(ours)
     return dict(report.backwards)
 
 
@@ -245,30 +229,6 @@ def exchanged(way):
 def test_hooks_that_exchange_parts(ranks, way):
     found = ranks.run(exchanged, way)
     assert found[0] == {"captured": 3}
-
-
-def torch_s_own(name):
-    """PowerSGD draws numbers in the order of a bucket: of ready gradients in torch, of registration here."""
-    torch.manual_seed(0)
-    ours = nn.Sequential(mlp(7), nn.Tanh(), mlp(5))
-    theirs = DistributedDataParallel(copy.deepcopy(ours))
-    dp_compile.replicate(ours, config=AOT)
-    alone, _ = dist.new_subgroups(1)
-    for model in (ours, theirs):
-        if name == "PowerSGD":
-            options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 1.5}
-            model.register_comm_hook(PowerSGDState(None, **options), powerSGD_hook)
-        else:
-            model.register_comm_hook(PostLocalSGDState(None, alone, 2), post_localSGD_hook)
-    for step in range(5):
-        for run, model in ((compile_whole(ours), ours), (theirs, theirs)):
-            model.zero_grad()
-            run(batch(step)).square().mean().backward()
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
-    found = dict(dp_compile.report(ours).backwards)
-    dp_compile.unreplicate(ours)
-    return found
 
 
 def keep(state, bucket):  # torch refuses annotations that are text
@@ -291,12 +251,6 @@ def test_gradients_do_not_lie_in_a_tensor_that_a_hook_keeps():
     assert len(state) > 0
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, 2 * other.grad)
-    dp_compile.unreplicate(model)
-
-
-@pytest.mark.parametrize("name", ["PowerSGD", "post-local SGD"])
-def test_torch_s_hooks_that_remember(ranks2, name):
-    assert ranks2.run(torch_s_own, name) == [{"eager hooks": 5}] * 2
 
 
 @dataclass(frozen=True)
@@ -400,7 +354,7 @@ def test_parameters_of_one_dimension_travel_in_full_precision(shapes, ranks, dty
                 assert states[number] == {}
 
 
-@pytest.mark.parametrize(("dtype", "bad"), [*zip(DTYPES, [torch.inf, torch.nan, torch.inf], strict=True)])
+@pytest.mark.parametrize(("dtype", "bad"), list(zip(DTYPES, [torch.inf, torch.nan, torch.inf], strict=True)))
 def test_what_is_not_finite_on_one_rank_is_not_finite_on_any(dtype, bad):
     """All of its block, and nothing else: a scaler has to see it."""
     hook = QuantizedHook(dtype, 4, min_ndim=0)
@@ -425,19 +379,6 @@ def test_gradients_of_other_dtypes(dtype):
         assert torch.equal(states[0]["error"], same_states[0]["error"])
         assert torch.equal(first[0], reduced[0])  # no error was there before the first step
         assert nothing == [{}]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": torch.float16}, r"dtype must be one of torch.int8, .*got torch.float16"),
-        ({"block": 0}, "block must be an integer >= 1, got 0"),
-        ({"min_ndim": -1}, "min_ndim must be an integer >= 0, got -1"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(dp_compile.ConfigError, match=message):
-        QuantizedHook(**options)
 
 
 def replicated(state, bucket_cap_mb):
@@ -481,7 +422,6 @@ def test_nothing_is_lost_for_good():
             left = sum(each[name]["error"] for each in errors) / len(errors)
             torch.testing.assert_close(total[name], left, rtol=1e-4, atol=1e-6)
     assert state.backwards == 6
-    dp_compile.unreplicate(model)
 
 
 THREE_SHAPES = [(64, 32), (7,), (16, 4, 3, 3)]

@@ -33,14 +33,11 @@ def main(arguments=None):
     multiprocessing.set_forkserver_preload(["corpus.judge", "torch._dynamo", "torch._inductor.compile_fx"])
     start, outcomes = time.monotonic(), {}
     for subject in map(SUBJECTS.__getitem__, given.subject):
-        ranks = Ranks(2, "forkserver")
-        try:
+        with Ranks(2, "forkserver") as ranks:
             for case in cases:
                 outcome = outcomes[case.name, subject.name] = run(ranks, case, subject)
                 times = f"{outcome.seconds:5.1f} s {outcome.processor_s:5.1f} s of processor"
                 print(f"{case.name:4} {subject.name:15} {outcome.kind:12} {times}  {outcome.text}", flush=True)
-        finally:
-            ranks.stop()
     print(f"{len(outcomes)} cases in {time.monotonic() - start:.0f} s", flush=True)
     is_all = len(outcomes) == len(CASES) * len(SUBJECTS)
     if output := given.output or (PAGE if is_all else None):

@@ -13,18 +13,20 @@ import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from corpus import models
-from corpus.sides import RANKS, NotOffered, Side, Wrong, seed
+from corpus.sides import RANKS, NotOffered, Side, Wrong, full, seed
 
 Train = Callable[[Side], Any]
 
@@ -82,9 +84,6 @@ def plain(side):
     side.train(side.square, 3)
 
 
-# --- accumulation, buffers, freezing --------------------------------------------------------------------------------
-
-
 @case(
     "1",
     models.three_layers,
@@ -115,13 +114,6 @@ def siamese(side):
         side.wrapped(side.batch(0, 0))  # torch's DDP hands buffers on in the next forward
 
 
-def _switched(side, trainable):
-    for step in side.steps(4):
-        if step == 2:
-            side.model.get_submodule("trunk").requires_grad_(trainable)
-        side.backward(side.square, step)
-
-
 # Plain torch.compile of 2.11 gives it no gradient either (cured by pytorch#177158).
 @case(
     "3a",
@@ -130,16 +122,16 @@ def _switched(side, trainable):
     if torch.__version__ < (2, 12)
     else {},
 )
-def unfrozen(side):
-    _switched(side, True)
-
-
 @case("3b", models.halves, names=("find_unused_parameters",))
-def frozen(side):
-    _switched(side, False)
+def unfrozen_or_frozen(side):
+    trunk = side.model.get_submodule("trunk")
+    for step in side.steps(4):
+        if step == 2:
+            trunk.requires_grad_(not trunk.weight.requires_grad)
+        side.backward(side.square, step)
 
 
-@case("4", models.StochasticDepth, options={"find_unused_parameters": True, "bucket_cap_mb": 1.0}, limit_s=300.0)
+@case("4", models.stochastic_depth, options={"find_unused_parameters": True, "bucket_cap_mb": 1.0}, limit_s=300.0)
 def stochastic_depth(side):
     def loss(rank, step):
         random.seed(step)
@@ -147,9 +139,6 @@ def stochastic_depth(side):
         return result.square().mean()
 
     side.train(loss, 8)
-
-
-# --- parameters of other kinds --------------------------------------------------------------------------------------
 
 
 @case("5a", models.with_complex, names=("complex",))
@@ -181,7 +170,7 @@ def complex_sharded(side):
         side.optimizer.zero_grad()
 
 
-def _words(side, used_by):
+def words(side, used_by):
     def loss(rank, step):
         words = torch.tensor([step, 3 * step + rank, 7]) if rank in used_by else None
         result = side.run(side.batch(rank, step), words)
@@ -190,23 +179,12 @@ def _words(side, used_by):
     side.train(loss, 3)
 
 
-@case("6a", models.with_words, names=("words",))
-def sparse(side):
-    _words(side, (0, 1))
-
-
-@case("6b", models.with_words, options={"find_unused_parameters": True}, names=("words",))
-def sparse_on_one_rank(side):
-    _words(side, (0,))
-
-
-case("15a", lambda: models.OnScaled(frozen=True))(plain)
-
-
-case("15b", lambda: models.OnScaled(frozen=False))(plain)
-
-
-# --- recomputation and backwards in backwards -----------------------------------------------------------------------
+case("6a", models.with_words, names=("words",))(partial(words, used_by=(0, 1)))
+unused = {"find_unused_parameters": True}
+case("6b", models.with_words, options=unused, names=("words",))(partial(words, used_by=(0,)))
+case("15a", lambda: models.on_scaled(frozen=True))(plain)
+case("15b", lambda: models.on_scaled(frozen=False))(plain)
+case("8b", models.tiled)(plain)
 
 
 @case("7", models.halves)
@@ -220,12 +198,9 @@ def past_the_wrapper(side):
     side.train(lambda rank, step: run(side.batch(rank, step)).square().mean(), 3)
 
 
-@case("8a", models.SharedLora)
+@case("8a", models.shared_lora)
 def lora_in_two_checkpoints(side):
     side.train(lambda rank, step: side.run(side.batch(rank, step).requires_grad_()).square().mean(), 3)
-
-
-case("8b", models.tiled)(plain)
 
 
 @case("9", models.checkpointed_lora, backend="inductor", compares=False, limit_s=240.0, group_timeout_s=60.0)
@@ -245,14 +220,9 @@ def lora_dropout(side):
         expected = given[0].sum(0) / RANKS
         dist.all_reduce(expected)
         grad = side.model.get_parameter("lora.up.weight").grad
-        off = float((whole(grad) - expected).abs().max())
+        off = float((full(grad) - expected).abs().max())
         if off > 1e-5:
             raise Wrong(f"lora.up.weight.grad is {off:.2g} off, of {float(expected.abs().max()):.2g}")
-
-
-def whole(tensor):
-    """A plain tensor, also of a DTensor."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @case("19a", models.critic, names=("double backward",), torch_may_say_so=True)
@@ -278,9 +248,6 @@ def autograd_grad(side):
                 total += grad / len(side.ranks)
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = total
-
-
-# --- ranks that differ ----------------------------------------------------------------------------------------------
 
 
 @case("10a", models.towers, options={"find_unused_parameters": True})
@@ -343,18 +310,12 @@ def averaging_after_inf(side):
                 twin.run_backward(scaler.scale(loss))
             scaler.step(optimizer)
             scaler.update()
-        if side.is_truth and step % 2 == 1:
-            _average(twins)
-    parameters = [[each.detach() for each in twin.model.parameters()] for twin in twins]
-    return [sum(whole(each) for each in group) / len(group) for group in zip(*parameters, strict=True)]
-
-
-@torch.no_grad()
-def _average(twins):
-    for group in zip(*(twin.model.parameters() for twin in twins), strict=True):
-        mean = sum(group) / len(group)
-        for each in group:
-            each.copy_(mean)
+        groups = list(zip(*([each.detach() for each in twin.model.parameters()] for twin in twins), strict=True))
+        means = [sum(full(each) for each in group) / len(group) for group in groups]
+        for group, mean in zip(groups, means, strict=True) if side.is_truth and step % 2 == 1 else ():
+            for each in group:
+                each.copy_(mean)
+    return means
 
 
 def _averaging(side):
@@ -411,9 +372,6 @@ def a_rank_dies(side):
         side.backward(side.square, step)
 
 
-# --- numbers, names, memory -----------------------------------------------------------------------------------------
-
-
 @case(
     "16",
     models.resnet,
@@ -449,16 +407,19 @@ def keys(side):
     def wrap(module):
         return side.subject.wrap(module, side.backend, {})
 
-    ways = {
-        "wrap(m)": lambda around: around(models.three_layers()),
-        "wrap(m with checkpoint_wrapper)": lambda around: around(_checkpointed()),
-    }
+    def checkpointed():
+        module = models.three_layers()
+        module.middle = checkpoint_wrapper(module.middle)
+        return module
+
+    made = models.three_layers
+    ways = {"wrap(m)": lambda around: around(made()), "wrap(checkpoint_wrapper)": lambda around: around(checkpointed())}
     if side.subject.compiles:
         ways |= {
-            "wrap(compile(m))": lambda around: around(compiled(models.three_layers())),
-            "wrap(m.compile())": lambda around: around(in_place(models.three_layers())),
-            "wrap(m).compile()": lambda around: in_place(around(models.three_layers())),
-            "compile(wrap(m))": lambda around: compiled(around(models.three_layers())),
+            "wrap(compile(m))": lambda around: around(compiled(made())),
+            "wrap(m.compile())": lambda around: around(in_place(made())),
+            "wrap(m).compile()": lambda around: in_place(around(made())),
+            "compile(wrap(m))": lambda around: compiled(around(made())),
         }
     other = {}
     for name, way in ways.items():
@@ -467,14 +428,6 @@ def keys(side):
             other[name] = f"{name} has {found[0]} where {expected[0]} is right"
     if other:
         raise Wrong(f"{len(other)} of {len(ways)} ways have other keys: {next(iter(other.values()))}")
-
-
-def _checkpointed():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    module = models.three_layers()
-    module.middle = checkpoint_wrapper(module.middle)
-    return module
 
 
 @case("24", models.three_layers, compares=False)
@@ -492,7 +445,7 @@ def memory_between_steps(side):
             inner.run_backward(inner.run(torch.ones(2, width)).sum())
         inner.optimizer.zero_grad()
         gc.collect()
-        size = sum(each.nbytes for each in map(whole, module.parameters()))
+        size = sum(each.nbytes for each in map(full, module.parameters()))
         return size, allocated() - before - size
 
     (small, of_small), (large, of_large) = held(64), held(1024)  # the difference: what grows with the gradients
@@ -557,7 +510,7 @@ def clipped_dtensors(side):
     inner = side.make(model, mesh=mesh["dp"])
     inner.run_backward(inner.run(inner.batch(0, 0)).square().mean())
     clip = dp_compile.optim.clip_grad_norm_ if side.ours else torch.nn.utils.clip_grad_norm_
-    return whole(clip(model.parameters(), 0.1))
+    return full(clip(model.parameters(), 0.1))
 
 
 @case("30", models.three_layers, compares=False)

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-import logging
+import logging.handlers
 import os
 import re
 import time
@@ -14,11 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from corpus.cases import CASES
-from corpus.sides import SUBJECTS, Clock, NotOffered, Wrong, seed, side_of
+from corpus.sides import SUBJECTS, Clock, NotOffered, Wrong, full, seed, side_of
 from dp_compile.errors import DPCompileError
 from dp_compile.testing.ranks import RankError
 
@@ -137,7 +136,8 @@ def _judged(case_name, subject_name):
 def _prepared(case, subject):
     """Compilers as new, a short time-out for collectives, no output. Gives what was warned of so far."""
     torch._dynamo.reset()
-    logs = _Kept()
+    logs = logging.handlers.BufferingHandler(10**6)
+    logs.setLevel(logging.WARNING)
     for name in ("dp_compile", "torch"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logs], False
@@ -145,19 +145,8 @@ def _prepared(case, subject):
     optimize_ddp = "python_reducer" if subject.python_reducer else True
     with warnings.catch_warnings(record=True) as kept, torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
         warnings.simplefilter("always")
-        yield lambda: [*logs.texts, *(str(each.message) for each in kept)]
+        yield lambda: [*(each.getMessage() for each in logs.buffer), *(str(each.message) for each in kept)]
     gc.collect()
-
-
-class _Kept(logging.Handler):
-    """Keeps warnings of the log."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 def _raised(error, case, subject, parameters, seconds):
@@ -200,13 +189,6 @@ def compare(side, truth, case):
         raise Wrong(max(found)[1] + (f"; {len(found)} tensors differ" if len(found) > 1 else ""))
 
 
-def full(tensor):
-    """All of a tensor, dense and on this rank."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor
-
-
 def _difference(name, ours, theirs, case):
     """Nothing, or how far it is off and the text."""
     where = f"on rank {dist.get_rank()}"
@@ -231,8 +213,7 @@ def _same(returned, expected, case):
         raise Wrong(f"{returned} where {expected} is right")
     for one, other in zip(mine, others, strict=True):
         if isinstance(other, torch.Tensor):
-            found = _difference(case.returns, one, other, case)
-            if found:
-                raise Wrong(found[0][1])
+            for _, text in _difference(case.returns, one, other, case):
+                raise Wrong(text)
         elif one != other:
             raise Wrong(f"{case.returns}: {returned} where {expected} is right")

@@ -120,33 +120,20 @@ def checkpointed_lora():
     return Model(lambda own, x: checkpoint(own.lora, x, use_reentrant=False), lora=Lora(dropout=0.1))
 
 
-class MaybeSkipped(nn.Module):
-    """Stochastic depth: skipped in half of the steps."""
+def stochastic_depth():
+    """More than two buckets of 1 MiB; each block is skipped in half of the steps."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(400, 400)
+    def run(own, x, scale):
+        rows, x = x.shape[0], own.stem(x)
+        if random.random() >= 0.5:
+            x = x + scale * torch.tanh(own.first(x))
+        x = torch.tanh(own.middle(x))
+        if random.random() >= 0.5:
+            x = x + scale * torch.tanh(own.second(x))
+        return own.head(x) / rows
 
-    def forward(self, x, scale):
-        if random.random() < 0.5:
-            return x
-        return x + scale * torch.tanh(self.linear(x))
-
-
-class StochasticDepth(nn.Module):
-    """More than two buckets of 1 MiB."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.middle, self.head = nn.Linear(6, 400), nn.Linear(400, 400), nn.Linear(400, 6)
-        self.blocks = nn.ModuleList(MaybeSkipped() for _ in range(2))
-
-    def forward(self, x, scale):
-        rows = x.shape[0]
-        x = self.stem(x)
-        x = self.blocks[0](x, scale)
-        x = self.blocks[1](torch.tanh(self.middle(x)), scale)
-        return self.head(x) / rows
+    wide = {name: nn.Linear(400, 400) for name in ("first", "middle", "second")}
+    return Model(run, stem=nn.Linear(6, 400), head=nn.Linear(400, 6), **wide)
 
 
 class Lora(nn.Module):
@@ -165,20 +152,15 @@ class Lora(nn.Module):
         return self.base(x) + self.up(hidden), hidden.detach()
 
 
-class SharedLora(nn.Module):
+def shared_lora():
     """The same adapter in two checkpointed segments: each of them runs another backward."""
 
-    def __init__(self):
-        super().__init__()
-        self.lora, self.head = Lora(), nn.Linear(6, 6)
-
-    def segment(self, x):
-        return torch.tanh(self.lora(x)[0])
-
-    def forward(self, x):
+    def run(own, x):
         for _ in range(2):
-            x = checkpoint(self.segment, x, use_reentrant=True)
-        return self.head(x)
+            x = checkpoint(lambda each: torch.tanh(own.lora(each)[0]), x, use_reentrant=True)
+        return own.head(x)
+
+    return Model(run, lora=Lora(), head=nn.Linear(6, 6))
 
 
 class InTiles(torch.autograd.Function):
@@ -264,15 +246,9 @@ class Scaled(torch.Tensor):
         return function(*plain, **kwargs)
 
 
-class OnScaled(nn.Module):
+def on_scaled(frozen):
     """A weight that is a `Scaled`: frozen and of eight bits with a trainable update, or trainable."""
-
-    def __init__(self, frozen):
-        super().__init__()
-        weight = torch.randn(6, 6)
-        inner = (weight * 20).round().to(torch.int8) if frozen else weight * 2
-        self.weight = nn.Parameter(Scaled(inner, 0.05 if frozen else 0.5), requires_grad=not frozen)
-        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
-
-    def forward(self, x):
-        return torch.mm(x, self.weight) + self.up(self.down(x))
+    weight, down, up = torch.randn(6, 6), nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
+    inner = (weight * 20).round().to(torch.int8) if frozen else weight * 2
+    scaled = nn.Parameter(Scaled(inner, 0.05 if frozen else 0.5), requires_grad=not frozen)
+    return Model(lambda own, x: torch.mm(x, own.weight) + own.up(own.down(x)), weight=scaled, down=down, up=up)

@@ -117,6 +117,12 @@ class Side:
             buffer.copy_(value)
 
 
+def full(tensor):
+    """All of a tensor, dense and on this rank."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
 def seed(number):
     torch.manual_seed(number)
     random.seed(number)
@@ -139,22 +145,16 @@ class Subject:
             return dp_compile.no_sync(wrapped)
         if isinstance(wrapped, DistributedDataParallel):
             return wrapped.no_sync()
-        return _without_sync(wrapped)
+        wrapped.set_requires_gradient_sync(False)
+        after = contextlib.ExitStack()
+        after.callback(wrapped.set_requires_gradient_sync, True)
+        return after
 
     def backward(self, backend):
         """What the backward runs in."""
         if not self.python_reducer:
             return nullcontext()
         return torch._dynamo.compiled_autograd._enable(partial(torch.compile, backend=backend))
-
-
-@contextlib.contextmanager
-def _without_sync(module):
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
 
 
 def _ddp(module, backend, options):
@@ -182,7 +182,7 @@ def _ours(module, backend, options):
     return dp_compile.replicate(module, config=config, device_mesh=options.pop("mesh", None), **options)
 
 
-_ALL = (
+SUBJECTS = (
     Subject("ddp", "DDP", _ddp),
     Subject("ddp_compiled", "compiled DDP", _ddp, compiles=True),
     Subject("python_reducer", "`python_reducer`", _ddp, compiles=True, python_reducer=True),
@@ -190,7 +190,7 @@ _ALL = (
     Subject("ours", "dp_compile", _ours, compiles=True, ours=True),
     Subject("ours_eager", "dp_compile, not compiled", _ours, ours=True),
 )
-SUBJECTS = {each.name: each for each in _ALL}
+SUBJECTS = {each.name: each for each in SUBJECTS}
 
 
 def side_of(subject, model, clock, options, backend="aot_eager", dtype=torch.float32):

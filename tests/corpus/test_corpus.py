@@ -27,9 +27,8 @@ WITHIN_S = 30.0
 
 @pytest.fixture(scope="module")
 def pool():
-    ranks = Ranks(2, "forkserver")
-    yield ranks
-    ranks.stop()
+    with Ranks(2, "forkserver") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("subject", OURS)

@@ -6,7 +6,6 @@ one from then on, or a number of seconds after the block begins. The batch of a 
 rank. Rank 0 of each generation saves what it begins with.
 """
 
-import copy
 import hashlib
 import json
 import os
@@ -24,9 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dp_compile
 from dp_compile import elastic
 from dp_compile._torch import compiler
-from dp_compile.elastic.training import JOIN_VARIABLE, regroup
+from dp_compile.elastic.training import JOIN_VARIABLE
 from dp_compile.optim import in_backward
-from dp_compile.replication.module import replica_of
 
 TIMEOUT_S = 2.0
 PAUSE_S = 16.0
@@ -97,33 +95,6 @@ class Job:
         return int(steps)
 
 
-prepared = {}
-_ended = []
-"""Groups that may not be freed: a copy of a process lacks their threads, for whose end it would wait."""
-
-
-def prepare(variant):
-    """Compile in a group of one rank, for copies of this process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    job = prepared[variant] = Job(variant)
-    before = copy.deepcopy([each.state_dict() for each in job.states])
-    regroup(replica_of(job.model), dist.group.WORLD, -1)  # as of the first training
-    job.train(range(4), 0)
-    for each, state in zip(job.states, before, strict=True):
-        each.load_state_dict(state)
-    dist.destroy_process_group()
-
-
-def job_of(variant):
-    job = prepared.get(variant)
-    if job is None:
-        return Job(variant)
-    _ended.append(replica_of(job.model).group.process_group)
-    regroup(replica_of(job.model), dist.group.WORLD, -1)
-    return job
-
-
 class Fault:
     """What happens to this process, if something does."""
 
@@ -174,11 +145,10 @@ class Fault:
 
 
 def main(last, steps, directory, variant, *faults):
-    started_s = time.time()
     torch.set_num_threads(1)
     elastic.init_process_group(timeout=timedelta(seconds=60))
     process = os.environ.get(JOIN_VARIABLE) or os.environ["RANK"]
-    job, fault = job_of(variant), Fault(process, faults)
+    job, fault = Job(variant), Fault(process, faults)
     training = elastic.Training(*job.states, timeout_s=TIMEOUT_S)
     generation, since = -1, 0
     while True:
@@ -189,7 +159,6 @@ def main(last, steps, directory, variant, *faults):
         is_last = {*training._registry.members.processes} == {*last.split(",")}
         if is_last and training.steps >= since + steps:
             break
-        start_s = time.monotonic()
         line = {
             "process": process,
             "from": training.steps,
@@ -210,8 +179,6 @@ def main(last, steps, directory, variant, *faults):
         fault.reach("between")
         line |= {
             "to": training.steps,
-            "seconds": round(time.monotonic() - start_s, 3),
-            "since_start": round(time.time() - started_s, 3),
             "digest": job.digest(),
             "graphs": compiler.compiled_graphs(),
         }

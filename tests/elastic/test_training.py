@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from forked import Launcher
 from script import PLACES, VARIANTS, Job
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -37,6 +36,7 @@ from dp_compile.elastic.training import Step, regroup
 from dp_compile.errors import CommunicationError, ConfigError
 from dp_compile.optim import in_backward
 from dp_compile.replication.module import replica_of
+from dp_compile.testing.ranks import Ranks
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
 FAULTS = [f"{place}:{what}" for place in PLACES for what in ("kill", "stop", "pause")]
@@ -44,60 +44,57 @@ FAULTS += [f"{place}:{what}" for place in PLACES if place != "backward" for what
 """In a backward a thread strikes: it can raise nothing in another one."""
 
 
+class Pools(dict):
+    def __missing__(self, number):
+        self[number] = Ranks(number, "forkserver")
+        return self[number]
+
+
 @pytest.fixture(scope="module")
-def launchers():
-    """By variant, made when they are needed."""
-    found = {}
+def pools():
+    """By the number of ranks, made when they are needed."""
+    found = Pools()
     yield found
     for each in found.values():
         each.stop()
 
 
-def arguments(directory, variant, faults, ranks, restarts, last):
+def launch(directory, *faults, ranks=3, restarts=0, last, variant=""):
+    """The exit code of the launcher, and all that was printed."""
     kill_after_s = "30" if any(each.endswith("pause") for each in faults) else "3"
     options = ["--ranks", str(ranks), "--restarts", str(restarts), "--kill-after", kill_after_s]
-    return [*options, SCRIPT, last, "3", str(directory), variant, *faults]
+    command = [sys.executable, "-m", "dp_compile.elastic", *options]
+    with (directory / "output").open("w") as output:
+        given = {"stdout": output, "stderr": subprocess.STDOUT, "timeout": 480, "check": False}
+        code = subprocess.run([*command, SCRIPT, last, "3", str(directory), variant, *faults], **given).returncode
+    return code, (directory / "output").read_text()
 
 
-def blocks_of(output):
-    """What each process has noted at the end of each block, in that order."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-
-def launcher_of(launchers, variant):
-    if variant not in launchers:
-        launchers[variant] = Launcher(variant)
-    return launchers[variant]
-
-
-def train(launchers, directory, *faults, ranks=3, restarts=0, last, variant=""):
-    output = directory / "output"
-    code = launcher_of(launchers, variant).launch(
-        arguments(directory, variant, faults, ranks, restarts, last), output, 180
-    )
-    assert code == 0, f"{code}: {output.read_text()}"
-    return blocks_of(output.read_text())
-
-
-def replay(directory, generation, steps):
+def replay(variant, directory, generation, steps):
     """By a training that begins with as many ranks, and has been in no other group."""
-    torch.set_num_threads(1)
-    job, group = Job(""), dist.group.WORLD
-    if group is not None and group.size() == 3:  # a constant third may be folded into a kernel, and rounded there
+    torch._dynamo.reset()
+    job, group = Job(variant), dist.group.WORLD
+    if group.size() == 3:  # a constant third may be folded into a kernel, and rounded there
         regroup(replica_of(job.model), group, -1)
     begin = job.load(directory, generation)
     return job.train(range(begin, begin + steps), dist.get_rank())
 
 
-def check(blocks, directory, replayed, losses):
-    """Each step is that of as many ranks that lose none. A loss costs one step, and compiles nothing."""
+def train(pools, directory, *faults, losses, variant="", **options):
+    """What each process has noted at the end of each block, in that order.
+
+    Each step is that of as many ranks that lose none. A loss costs one step, and compiles nothing.
+    """
+    code, output = launch(directory, *faults, variant=variant, **options)
+    assert code == 0, f"{code}: {output}"
+    blocks = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     digests = dict[int, str]()
     for generation in sorted({each["generation"] for each in blocks if not each["is_joining"]}):
         mine = [each for each in blocks if each["generation"] == generation and not each["is_joining"]]
         begin, end = min(each["from"] for each in mine), max(each["to"] for each in mine)
         assert len({each["ranks"] for each in mine}) == 1
         if end > begin:
-            found = replayed(mine[0]["ranks"], directory, generation, end - begin)
+            (found, *_) = pools[mine[0]["ranks"]].run(replay, variant, str(directory), generation, end - begin)
             digests |= dict(zip(range(begin + 1, end + 1), found, strict=True))
         for each in mine:
             assert each["to"] - each["from"] in (0, 1)
@@ -109,21 +106,11 @@ def check(blocks, directory, replayed, losses):
     for process in {each["process"] for each in blocks}:
         graphs = [each["graphs"] for each in blocks if each["process"] == process and not each["is_joining"]]
         assert len(set(graphs[4:])) <= 1, f"process {process} compiles for another number of ranks: {graphs}"
+    return blocks
 
 
-def test_a_rank_is_killed_and_another_joins(tmp_path, ranks2, ranks3):
-    """With the launcher's own processes."""
-    faults = ("1@5:backward:kill",)
-    command = [sys.executable, "-m", "dp_compile.elastic", *arguments(tmp_path, "", faults, 3, 1, "0,2,joined 1")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    blocks = blocks_of(run.stdout)
-    pools = {2: ranks2, 3: ranks3}
-
-    def replayed(ranks, directory, generation, steps):
-        return pools[ranks].run(replay, str(directory), generation, steps)[0]
-
-    check(blocks, tmp_path, replayed, losses=1)
+def test_a_rank_is_killed_and_another_joins(tmp_path, pools):
+    blocks = train(pools, tmp_path, "1@5:backward:kill", restarts=1, last="0,2,joined 1", losses=1)
     assert [each["ranks"] for each in blocks if each["process"] == "0"][-3:] == [3, 3, 3]
     assert {each["process"] for each in blocks[-3:]} == {"0", "2", "joined 1"}
 
@@ -179,12 +166,8 @@ def test_the_page(tmp_path, number):
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_in_every_place(launchers, tmp_path, fault, variant):
-    blocks = train(launchers, tmp_path, f"0@5:{fault}", last="1,2", variant=variant)
-    check(blocks, tmp_path, launchers[variant].replay, losses=1)
-    (seconds,) = {each["seconds"] for each in blocks if each["process"] == "1" and each["from"] == each["to"]}
-    print(f"{fault} {variant}: the step that was lost took {seconds} s")
-    assert seconds < (3.0 if fault.endswith(("kill", "raise")) else 8.0)
+def test_every_fault_in_every_place(pools, tmp_path, fault, variant):
+    train(pools, tmp_path, f"0@5:{fault}", last="1,2", variant=variant, losses=1)
 
 
 @pytest.mark.nightly
@@ -198,19 +181,17 @@ def test_every_fault_in_every_place(launchers, tmp_path, fault, variant):
         ("0,2,3,joined 2", 2, ("1@5:backward:kill", "joined 1@0:regroup:kill")),
     ],
 )
-def test_two_losses(launchers, tmp_path, last, restarts, faults):
+def test_two_losses(pools, tmp_path, last, restarts, faults):
     """At once, one while the others regroup, and one while a process joins, of a member or of that process."""
-    blocks = train(launchers, tmp_path, *faults, ranks=4, restarts=restarts, last=last)
-    check(blocks, tmp_path, launchers[""].replay, losses=2)
+    train(pools, tmp_path, *faults, ranks=4, restarts=restarts, last=last, losses=2)
 
 
 @pytest.mark.nightly
-def test_the_launcher_is_killed(launchers, tmp_path):
+def test_the_launcher_is_killed(tmp_path):
     """And the store with it: each rank raises an error that says so."""
-    launcher = launcher_of(launchers, "")
-    given = arguments(tmp_path, "", ("0@5:between:launcher",), 3, 0, "nobody")
-    assert launcher.launch(given, tmp_path / "output", 180) == -signal.SIGKILL
-    end_s, text = time.monotonic() + 10.0, ""
+    code, text = launch(tmp_path, "0@5:between:launcher", last="nobody")
+    assert code == -signal.SIGKILL
+    end_s = time.monotonic() + 10.0
     while text.count("LostStoreError: process ") < 3 and time.monotonic() < end_s:
         text = (tmp_path / "output").read_text()
     assert {each for each in "012" if f"LostStoreError: process {each}: the launcher's" in text} == {*"012"}, text
@@ -218,7 +199,7 @@ def test_the_launcher_is_killed(launchers, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DP_COMPILE_ELASTIC_SEQUENCES", "10"))))
-def test_random_sequences(launchers, tmp_path, seed):
+def test_random_sequences(pools, tmp_path, seed):
     """Kills, stops and joins, of processes that have joined too, and at any time."""
     drawn = random.Random(seed)
     ranks, restarts = drawn.choice([2, 3, 4]), drawn.randint(0, 3)
@@ -237,8 +218,8 @@ def test_random_sequences(launchers, tmp_path, seed):
         faults.append(f"{process}@{drawn.randint(2, 9)}:{drawn.choice([*FAULTS, *[at_any_time] * len(FAULTS)])}")
     last, variant = ",".join(each for each in names if each not in struck), drawn.choice(VARIANTS)
     print(f"{ranks} ranks, {restarts} restarts, {variant or 'plain'}, {faults}, in the end {last}")
-    blocks = train(launchers, tmp_path, *faults, ranks=ranks, restarts=restarts, last=last, variant=variant)
-    check(blocks, tmp_path, launchers[variant].replay, losses=len(faults))
+    options = {"ranks": ranks, "restarts": restarts, "last": last, "variant": variant}
+    train(pools, tmp_path, *faults, losses=len(faults), **options)
 
 
 @pytest.fixture

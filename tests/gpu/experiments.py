@@ -57,9 +57,6 @@ PLANT = "DP_COMPILE_GPU_PLANT"
 FREE = AllReduceCost(1e-6, 0.0)
 
 
-# --- what the experiments share -------------------------------------------------------------------------------------
-
-
 def device_of(task):
     """This rank's GPU; all ranks have the same one if there is only one."""
     if task.rehearse:
@@ -168,9 +165,6 @@ def ms(seconds):
     return f"{seconds * 1e3:.3g} ms"
 
 
-# --- G1: a step and those of peers ----------------------------------------------------------------------------------
-
-
 def g1(task):
     """Processes train the same GPT, one by each mode, and take turns to be timed; "ours" compares."""
     steps, rounds, each = (5, 2, 3) if task.rehearse else (20, 5, 10)
@@ -204,9 +198,6 @@ def g1(task):
         if (times := task.read(f"times.{role}.0", of=f"{role}.0")) is not None:
             first = f"first step {first_s:.1f} s, {times[0]:.1f} s"
             task.record(claim, MEASURED, f"{own_s / times[1]:.3f} ({ms(own_s)}, {ms(times[1])}); {first}")
-
-
-# --- G2: the table of features --------------------------------------------------------------------------------------
 
 
 def g2(task):
@@ -244,8 +235,6 @@ def g2(task):
         task.record(claim, not difference.name, figure, f"rank {task.rank}: {difference}")
 
 
-# --- G3: a rank is lost ---------------------------------------------------------------------------------------------
-
 FAULT_STEP = 4
 
 
@@ -278,9 +267,6 @@ def g3(task):
     task.read("never", of=f"{task.role}.0")  # this rank has no more steps, and is there until rank 0 has given up
 
 
-# --- G4: compute-sanitizer ------------------------------------------------------------------------------------------
-
-
 def g4(task):
     """One step of a three-layer model: "plain" fills the cache, then once for each tool; `judge_g4` reads logs."""
     if task.role == "plain":
@@ -306,9 +292,6 @@ def g4(task):
     if task.role == "plain":
         task.record(eager, furthest < 1e-3, f"largest difference {furthest:.1e}")
     print(dp_compile.report(model))
-
-
-# --- G5: overlap ----------------------------------------------------------------------------------------------------
 
 
 def g5(task):
@@ -420,9 +403,6 @@ def _seconds_of(work):
     return begin.elapsed_time(end) / 1e3
 
 
-# --- G7: memory -----------------------------------------------------------------------------------------------------
-
-
 def g7(task):
     """Two processes: ours, and compiled DDP whose gradients are views of its buckets. "ours" compares."""
     steps, is_ours = 5 if task.rehearse else 50, task.role == "ours"
@@ -458,9 +438,6 @@ def g7(task):
         figures = [f"{own / theirs:.3f} ({own:,} bytes)" for own, theirs in zip(peaks, other, strict=True)]
         task.record(peak, peaks[0] <= 1.02 * other[0], figures[0])
         task.record(reserved, MEASURED, figures[1])
-
-
-# --- G8: CUDA graphs ------------------------------------------------------------------------------------------------
 
 
 def g8(task):
@@ -514,9 +491,6 @@ def g8(task):
     both = zip(recorded.parameters(), plain.parameters(), strict=True)
     furthest = max(float((a - b).abs().max()) for a, b in both)
     task.record(claim, furthest == 0, f"largest difference {furthest:.1e}; {ms(fast_s)} a step, {ms(plain_s)} without")
-
-
-# --- G9: the start of a process -------------------------------------------------------------------------------------
 
 
 def g9(task):

@@ -1,12 +1,10 @@
 """Every feature, trained with this package and with a reference that is not of it, and compared.
 
-`.ci/gpu` runs the table with NCCL on GPUs; `tests/gpu/test_nccl_forms.py` with a stand-in for NCCL on CPUs. Each
-feature trains `STEPS` steps in the default process group with other data on each rank. References are torch's own: its
-DDP with the same hook, ZeroRedundancyOptimizer, FSDP2, its averagers; for eight bits a formula in NumPy.
+`.ci/gpu` runs the table with NCCL on GPUs; `tests/gpu/test_nccl_forms.py` with a stand-in for NCCL on CPUs. References
+are torch's own: its DDP with the same hook, ZeroRedundancyOptimizer, FSDP2, its averagers; for eight bits a formula.
 
-With the compiler `aot_eager` both sides compute gradients by the same kernels. So two ranks have to end with the same
-bits in float32: a sum of two is the same in any order. Where bits cannot be the same the feature states a tolerance;
-`LOOSE` holds for more than two ranks, and for Inductor, whose kernels round otherwise.
+With `aot_eager` both sides compute gradients by the same kernels, and a sum of two is the same in any order: two ranks
+have to end with the same bits in float32, unless the feature states a tolerance. `LOOSE` is for more, and for Inductor.
 """
 
 import copy
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from reference_hooks import Rounded, as_torch_s, in_blocks, reduced_by_formula
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,11 +95,7 @@ Tolerance = float | Callable[[Place], float] | None
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row of the table. `run` trains both and compares; raises what goes wrong.
-
-    `ranks`: with how many it can run. `needs`: a type of device without which torch cannot run it. `ways`: whether the
-    backward is captured or eager, where that can be chosen.
-    """
+    """`run` trains both and compares. `needs`: a type of device without which torch cannot run it."""
 
     run: Run
     ranks: tuple[int, ...] = (2, 4)
@@ -182,16 +177,9 @@ def loss_of(outputs):
 class Pair:
     """A model of this package and a reference, which are trained by the same steps.
 
-    Args:
-        make: makes an optimizer of parameters.
-        config, ddp, in_backward: options of `ReplicateConfig`, of torch's DDP, of `in_backward`; `options` of
-            `replicate`.
-        reference: makes another module than torch's DDP of a copy.
-        hook: what make our comm hook and torch's, each with its state.
-        scaled: by a `GradScaler`. In step 4 gradients of the last rank overflow: no rank steps, all scales shrink.
-        inputs: more of the forward, by the number of the step.
-        micro: so many backwards a step; all but the last are local.
-        levels: two levels of network.
+    `make` makes an optimizer, `reference` another module than torch's DDP, `hook` our comm hook and torch's. `config`,
+    `ddp`, `in_backward`, `options` are those of `ReplicateConfig`, DDP, `in_backward`, `replicate`. `inputs`: more of
+    the forward, by step. If `scaled`, gradients of the last rank overflow in step 4: no rank steps, scales shrink.
     """
 
     def __init__(
@@ -447,14 +435,22 @@ _pair("torch's fp16_compress_hook", hook=(_F16_HOOK, _F16_HOOK), tolerance=of_fl
 _pair("FunctionalHook with state", hook=_ROUNDED, tolerance=of_half)
 
 
-@_feature("torch's powerSGD_hook", ways=(EAGER,))
-def power_sgd(place):
-    """Not compiled, as the reference: numbers are drawn by bucket, in the order of the first backward."""
-    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
-    make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
-    pair = Pair(place, config={"bucket_cap_mb": None}, hook=(make, make))
-    pair.run = pair.ours
-    return pair.train().compared(rounding, states=False)
+def _remembers(name, make):
+    """Not compiled, as the reference: PowerSGD draws numbers by bucket, in the order of the first backward."""
+
+    def run(place):
+        pair = Pair(place, config={"bucket_cap_mb": None}, hook=(make, make))
+        pair.run = pair.ours
+        return pair.train().compared(rounding, states=False)
+
+    FEATURES[name] = Feature(run, ways=(EAGER,))
+
+
+_POWER_SGD = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
+_remembers("torch's powerSGD_hook", lambda: (PowerSGDState(None, **_POWER_SGD), powerSGD_hook))
+_remembers(
+    "torch's post_localSGD_hook", lambda: (PostLocalSGDState(None, dist.new_subgroups(1)[0], 3), post_localSGD_hook)
+)
 
 
 @_feature("QuantizedHook int8, error feedback")

@@ -1,8 +1,7 @@
 """`.ci/gpu [first|second] [--rehearse] [--out DIR]`: runs the experiments G1 to G9 and writes a table of claims.
 
-Each experiment of `experiments.py` is a set of processes with one time-out. A process appends a line of JSON to
-`results.jsonl` as soon as it has a result, so a run that is cut keeps its numbers. The table `summary.md` is written
-again after each experiment, from these lines alone.
+Each experiment of `experiments.py` is a set of processes with one time-out. A process appends each result to
+`results.jsonl` at once, so a run that is cut keeps its numbers; `summary.md` is written from these lines alone.
 """
 
 import argparse
@@ -45,10 +44,7 @@ WORST_FIRST = (FAILED, OUT_OF_TIME, NOT_RUN, NEEDS_A_GPU, PASSED, MEASURED, PLAN
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the experiments are adapted to.
-
-    `nccl`: its version, zeros without a GPU. `features`: a pattern for those of G2. `patience`: times limits.
-    """
+    """`nccl`: its version, zeros without a GPU. `features`: a pattern for those of G2. `patience`: times limits."""
 
     gpus: int = 0
     nccl: tuple[int, ...] = (0, 0, 0)
@@ -64,10 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Machine):
-    """What a process of an experiment is given: which one it is, where it runs, from when until when (Unix times).
-
-    `roles`: all of its wave. `again`: the experiment was started before, and a process died.
-    """
+    """What a process is given; times are Unix times. `roles`: all of its wave. `again`: a process died before."""
 
     experiment: str
     out: str
@@ -136,10 +129,9 @@ class Process:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`processes(machine)` start together. `limit_s`: on a GPU. `judge`: records what processes left that may die.
+    """`limit_s`: on a GPU. `judge`: records what processes left that may die.
 
-    Processes that say which claim they examine (`now.ROLE.RANK`) are started again after a death, for those that have
-    no result yet.
+    Processes that publish the claim that they examine (`now.ROLE.RANK`) are started again for the rest if they die.
     """
 
     name: str
@@ -148,9 +140,6 @@ class Experiment:
     limit_s: float
     processes: Callable[[Machine], list[Process]]
     judge: Callable[[Task], None] | None = None
-
-
-# --- the experiments ------------------------------------------------------------------------------------------------
 
 
 def roles(*names, ranks=1, **given):
@@ -166,8 +155,8 @@ def pairs(machine, *names, **more):
 def nccl_settings(machine, rank):
     """Variables with which NCCL accepts a second rank on the same GPU.
 
-    Up to 2.30.2 NCCL compares host and bus to find "Duplicate GPU"; with `NCCL_HOSTID` each rank seems to have another
-    host, and they communicate over sockets. From 2.30.3 on it has a variable for it, which excludes NVLS.
+    Up to 2.30.2 each rank seems to have another host by `NCCL_HOSTID`, and they communicate over sockets. From 2.30.3
+    on NCCL has a variable for it, which excludes NVLS.
     """
     if machine.gpus != 1:
         return {}
@@ -257,9 +246,6 @@ EXPERIMENTS = (
     Experiment("G8", "CUDA graphs", "second", 45, lambda _: roles("graph", "reduce-overhead")),
     Experiment("G9", "start of a process, cold and warm", "second", 80, g9),
 )
-
-
-# --- one experiment -------------------------------------------------------------------------------------------------
 
 
 def run(experiment, machine, out, end_s):
@@ -380,9 +366,6 @@ def _wait(started, task):
     return ended
 
 
-# --- results --------------------------------------------------------------------------------------------------------
-
-
 def append(results, *lines):
     """Lines of JSON, in one write: several processes append to the same file."""
     with results.open("ab", buffering=0) as file:
@@ -431,9 +414,6 @@ def summary(rows, head):
     lines += ["", "## Details", ""] * bool(failed)
     lines += [f"- {row['experiment']}, {row['claim']}: {cell(row['detail'], 1500)}" for row in failed]
     return "\n".join(lines) + "\n"
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def missing(*, rehearse):

@@ -41,10 +41,8 @@ FORMS = {
 @pytest.fixture(scope="module")
 def pools():
     """Two and four ranks, whose default group is to be a stand-in for NCCL."""
-    made = {size: Ranks(size, "forkserver") for size in (2, 4)}
-    yield made
-    for each in made.values():
-        each.stop()
+    with Ranks(2, "forkserver") as two, Ranks(4, "forkserver") as four:
+        yield {2: two, 4: four}
 
 
 def run_one(name, way):

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from graphs import bucket_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import AOT
 from steps import measured_like, step_of_buckets, two_level_step
 from torch import nn
 
@@ -180,13 +181,13 @@ def test_the_command(tmp_path, capsys):
 
 @pytest.mark.usefixtures("fake_group")
 def test_explains_a_module():
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 4))
+    dp_compile.replicate(model, config=AOT)
     with pytest.raises(dp_compile.UnsupportedModuleError, match="nothing to explain yet"):
         dp_compile.explain(model)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
-        compiled(torch.randn(5, 8)).sum().backward()
+        compiled(torch.randn(5, 64)).sum().backward()
     explained, seen = dp_compile.explain(model), step_of(model)
     check_screen(str(explained))
     assert str(explained).startswith("Estimated, not measured: ")
@@ -194,26 +195,23 @@ def test_explains_a_module():
     assert all(name in explained.text(verbose=True) for name, _ in model.named_parameters())
     assert (seen.ready.basis, seen.plan) == (ESTIMATED, dp_compile.report(model).plan)
     assert seen.cost_source == "nominal for fake, not measured"
+    # A new plan of a real step is the same.
+    assert replanned(seen).plan == seen.plan
+    timed = replace(seen, ready=replace(seen.ready, backward_s=0.001, basis="measured"))
+    assert predict(timed, link="ethernet-25").plan.gradients == seen.plan.gradients
 
 
-def made(buckets, cost, backward_s, ranks, strategy):
-    step = step_of_buckets(buckets)
-    ready = dataclasses.replace(step.ready, backward_s=backward_s)
-    return dataclasses.replace(step, cost=cost, ready=ready, world_size=ranks, strategy=strategy)
-
-
-steps = st.builds(
-    made,
-    st.integers(1, 6),
-    st.builds(AllReduceCost, st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8)),
-    st.none() | st.floats(1e-5, 1.0),
-    st.sampled_from((2, 8, 64)),
-    st.sampled_from(("fixed", "optimal")),
+@given(
+    buckets=st.integers(1, 6),
+    cost=st.builds(AllReduceCost, st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8)),
+    backward_s=st.none() | st.floats(1e-5, 1.0),
+    strategy=st.sampled_from(("fixed", "optimal")),
+    ranks=st.sampled_from((None, 1, 2, 16, 1024)),
+    dtype=st.sampled_from((None, "bfloat16", "float32")),
 )
-
-
-@given(steps, st.sampled_from((None, 1, 2, 16, 1024)), st.sampled_from((None, "bfloat16", "float32")))
-def test_no_prediction_beats_the_bound(step, ranks, dtype):
+def test_no_prediction_beats_the_bound(buckets, cost, backward_s, strategy, ranks, dtype):
+    step = replace(step_of_buckets(buckets), cost=cost, strategy=strategy)
+    step = replace(step, ready=replace(step.ready, backward_s=backward_s))
     same = predict(step)
     assert (same.plan, same.communication_s, same.end_s) == (step.plan, step.communication_s, step.end_s)
     predicted = predict(step, ranks=ranks, dtype=dtype)
@@ -230,15 +228,12 @@ def test_extrapolation_finds_the_link_again(link, known, wanted):
     assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
 
 
-STEP = dataclasses.replace(step_of_buckets(3), strategy="fixed")
+STEP = replace(step_of_buckets(3), strategy="fixed")
 
 
 def test_gradients_in_half_precision():
     predicted = predict(STEP, dtype="bfloat16")
-    assert [sum(each.nbytes for each in step.plan.gradients) for step in (STEP, predicted)] == [
-        STEP.plan.nbytes,
-        STEP.plan.nbytes // 2,
-    ]
+    assert predicted.plan.nbytes == STEP.plan.nbytes // 2
     assert {each.key.reduction.wire for each in predicted.plan.buckets} == {"bfloat16"}
     assert [len(bucket.members) for bucket in predicted.plan.buckets] == [4, 4, 4]
     assert predicted.backward_s == STEP.backward_s
@@ -255,19 +250,8 @@ def test_two_levels_keep_the_size_of_their_nodes():
         predict(levels, ranks=12)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_a_new_plan_of_a_real_step_is_the_same():
-    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 4))
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    torch.compile(model, backend="aot_eager")(torch.randn(5, 64)).sum().backward()
-    seen = step_of(model)
-    assert replanned(seen).plan == seen.plan
-    measured = dataclasses.replace(seen, ready=dataclasses.replace(seen.ready, backward_s=0.001, basis="measured"))
-    assert predict(measured, link="ethernet-25").plan.gradients == seen.plan.gradients
-
-
 def test_refuses():
-    alone = dataclasses.replace(STEP, world_size=1)
+    alone = replace(STEP, world_size=1)
     for step, changes, message in (
         (STEP, {"ranks": 0}, "ranks must be an integer >= 1, got 0"),
         (STEP, {"link": "string"}, r"link must be one of nvlink4, .*, got 'string'"),
@@ -285,9 +269,7 @@ def test_the_measured_view():
     """The second is launched while the first is on the network, and compute waits for the third twice as long."""
     buckets = MeasuredBucket(0.003, 0.008, 0.0), MeasuredBucket(0.007, 0.011, 0.0), MeasuredBucket(0.012, 0.02, 0.006)
     seen = MeasuredStep(0.02, buckets, "stated", forward_s=0.005, optimizer_s=0.001)
-    events = [
-        event for event in events_of(dataclasses.replace(THREE_BUCKETS, measured=seen)) if event.view == "measured"
-    ]
+    events = [each for each in events_of(replace(THREE_BUCKETS, measured=seen)) if each.view == "measured"]
     lines = [f"{each.lane}: {each.name} {each.start_s * 1e3:.6g} to {each.end_s * 1e3:.6g} ms" for each in events]
     assert_expected_inline(
         "\n".join(lines),
@@ -316,9 +298,7 @@ def test_pictures_are_xml_inside_their_frame():
 
 
 def test_assumed_times_have_no_milliseconds():
-    step = dataclasses.replace(
-        THREE_BUCKETS, ready=dataclasses.replace(THREE_BUCKETS.ready, backward_s=None, basis=ESTIMATED)
-    )
+    step = replace(THREE_BUCKETS, ready=replace(THREE_BUCKETS.ready, backward_s=None, basis=ESTIMATED))
     assert not re.search(r"\d ms\b", timeline_picture(step))
     assert "times assumed" in str(timeline_trace(step)["traceEvents"])
 

@@ -7,13 +7,13 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from graphs import bucket_key
+from on_ranks import on_ranks
 from steps import step_of_buckets
 from torch import nn
 from torch._dynamo import utils as dynamo_utils
@@ -23,10 +23,10 @@ from dp_compile._torch import compiler, distributed
 from dp_compile.cli.main import main
 from dp_compile.engine.ranges import LAUNCH, WAIT, BucketRanges, members_in_short
 from dp_compile.insight.explain import SHORTEST_S, Explanation
-from dp_compile.insight.observe import Measurement, step_of
+from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import predict
 from dp_compile.insight.profile import COMPILED_IN_IT, IN_FLIGHT, measured_step
-from dp_compile.insight.step import MeasuredStep, Step
+from dp_compile.insight.step import Step
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.replication.module import replica_of
 
@@ -34,11 +34,12 @@ CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0004)
 in_a_group = pytest.mark.usefixtures("fake_group")
 
 
-def made(config=CONFIG):
+def made(config=CONFIG, backend="aot_eager"):
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
     dp_compile.replicate(model, config=config)
-    return model, torch.compile(model, backend="aot_eager")
+    return model, torch.compile(model, backend=backend)
 
 
 def train(model, run, times, batch=4):
@@ -70,7 +71,7 @@ def test_code_that_draws_random_numbers_once_more():
 @in_a_group
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_step_is_measured(backend):
-    model, run = made(dp_compile.ReplicateConfig(backend=backend, bucket_cap_mb=0.0004))
+    model, run = made(dataclasses.replace(CONFIG, backend=backend))
     train(model, run, 2)
     captures, graphs = compiler.captures(), compiler.compiled_graphs()
     with dp_compile.measure(model) as measurement:
@@ -110,20 +111,15 @@ def test_what_is_not_measured_has_a_reason(caplog):
         pass
 
 
-def one_rank_measures():
-    model, run = made(dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0004))
+@on_ranks("ranks2")
+def test_one_rank_measures_alone():
+    model, run = made()
     if dist.get_rank() == 1:
-        train(model, run, 8)
-        return None
+        return train(model, run, 8)
     with dp_compile.measure(model) as measurement:
         train(model, run, 8)
-    assert measurement.not_measured == {COMPILED_IN_IT: 1}
-    return measurement.step
-
-
-def test_one_rank_measures_alone(ranks2):
-    step, _ = ranks2.run(one_rank_measures)
-    assert len(step.buckets) == 2
+    step = measurement.step
+    assert (measurement.not_measured, len(step.buckets)) == ({COMPILED_IN_IT: 1}, 2)
     assert 0 < step.exposed_s < step.backward_s
     for bucket in step.buckets:
         assert 0 < bucket.launch_s < bucket.start_s < bucket.finish_s < step.backward_s
@@ -166,22 +162,12 @@ def test_a_late_compilation_is_said(caplog):
     assert said.startswith("rank 0: synchronised backward 13 compiled new code, which added ")
 
 
-SMALLEST = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0002)
 WAYS = {
     "whole": {},
     "crossing": {"overlap_forward": True},
     "sharded": {"shard": True},
     "sharded crossing": {"shard": True, "overlap_forward": True},
 }
-
-
-class Seen(NamedTuple):
-    step: Step
-    measured: MeasuredStep
-    measurement: Measurement
-    report: str
-    explanation: Explanation
-    text: str
 
 
 def train_with(run, optimizer, times):
@@ -196,19 +182,16 @@ def seen(fake_group):
     """Each way once: compiled, then measured in three backwards."""
     found = {}
     for way, options in WAYS.items():
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
-        dp_compile.replicate(model, config=SMALLEST)
+        smallest = dataclasses.replace(CONFIG, bucket_cap_mb=0.0002)
+        model, run = made(smallest, "dp_compile" if "overlap_forward" in options else "aot_eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         dp_compile.optim.in_backward(model, optimizer, **options)
-        run = torch.compile(model, backend="dp_compile" if "overlap_forward" in options else "aot_eager")
         train_with(run, optimizer, 2)
         with dp_compile.measure(model) as measurement:
             train_with(run, optimizer, 3)
         step, report, explanation = step_of(model), dp_compile.report(model).updates, dp_compile.explain(model)
         text = " ".join(str(explanation).split())
-        found[way] = Seen(step, step.measured, measurement, report, explanation, text)
+        found[way] = step, step.measured, measurement, report, explanation, text
     return found
 
 
@@ -272,10 +255,10 @@ def test_all_gathers_are_waited_for_in_the_next_forward(seen):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_to_json_and_back(seen, way):
-    step = seen[way].step
+    step, *_, explanation, _ = seen[way]
     again = Step.from_json(step.to_json())
     assert (again.optimizers, again.measured, again.left) == (step.optimizers, step.measured, step.left)
-    assert str(Explanation(again)) == str(seen[way].explanation)
+    assert str(Explanation(again)) == str(explanation)
     assert predict(again).end_s == step.end_s
 
 

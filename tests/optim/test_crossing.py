@@ -6,7 +6,6 @@ All of it runs with parameters that are NaN as long as their update is in flight
 import copy
 import gc
 import pickle
-import random
 import time
 import warnings
 from dataclasses import replace
@@ -22,7 +21,7 @@ from parity import batch, poisoned
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from twins import ADAMW, SGD, SMALL, Net, id_of, twins, two_groups
+from twins import ADAMW, SGD, SMALL, Net, id_of, made, two_groups
 
 import dp_compile
 import dp_compile.plan.crossing
@@ -57,23 +56,8 @@ class Tied(Net):
         return x * self.scale
 
 
-def crossing(build=Tied, make=SGD, *, shard=False, scaled=False, **options):
-    """Twins, ours with `overlap_forward`. `theirs` is replicated as it is."""
-    one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
-    given = {"overlap_forward": True, "shard": shard, "scaler": one if scaled else None}
-    both = twins(build, make, given=given, **options)
-    both.scalers = (one, two) if scaled else None
-    both.run = torch.compile(both.ours, backend="dp_compile")
-    # As in `test_sharded.py`: the norm is added up in another order; of more than two ranks gradients are too.
-    both.nearly = shard and (both.max_norm is not None or dist.get_world_size() > 2)
-    return both
-
-
-def compare(both, *, exact):
-    if exact:
-        both.compare()
-    for mine, other in zip(both.ours.parameters(), both.theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other)
+def crossing(build=Tied, make=SGD, *, shard=False, **options):
+    return made("next forward" if shard else "overlapping", build, make, **options)
 
 
 def left():
@@ -93,6 +77,7 @@ def train(build, name, config, **options):
     what = "all-gather" if options.get("shard") else "update"
     with poisoned():
         both = crossing(build, OPTIMIZERS[name], config=config, **options)
+        both.nearly |= config.backend == "inductor"  # other buckets, other kernels, other rounding
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in (both.mine, both.other)]
         counts = set()
         for number in range(6):
@@ -101,7 +86,7 @@ def train(build, name, config, **options):
             assert f"left {left()} {what}" in dp_compile.report(both.ours).updates
             for scheduler in schedulers:
                 scheduler.step()  # the update that is in flight is one of the rate before
-        compare(both, exact=config.backend != "inductor")  # other buckets, other kernels, other rounding
+        both.compare()
         assert not in_flight
     assert len(dp_compile.report(both.ours).captures) == 1
     return counts
@@ -225,7 +210,7 @@ def test_readers_wait(names, shard):
             bounds = {} if name == IN_PIECES else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(found, expected, **bounds, msg=lambda text, n=name: f"{n}: {text}")
         go(both, 2 * len(names))
-        compare(both, exact=True)
+        both.compare()
 
 
 @torch._dynamo.disable
@@ -260,11 +245,12 @@ def test_what_is_read_between_the_pieces_of_a_forward(build, breaks):
     """Only a forward that is one graph lets updates stay; one that breaks waits at its start, as all after it."""
     with poisoned():
         both, counts = crossing(build), []
+        both.nearly = True
         for number, each in enumerate(breaks):
             both.ours.breaks = both.theirs.breaks = each
             go(both, number)
             counts.append(left())
-        compare(both, exact=False)
+        both.compare()
     assert [count == 0 for count in counts] == [True in breaks[: number + 1] for number in range(len(breaks))]
 
 
@@ -319,14 +305,14 @@ def of_other_sizes(dynamic, sizes, expected):
     with poisoned(), torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         both, counts = crossing(), []
-        both.run = torch.compile(both.ours, backend="dp_compile", dynamic=dynamic)
+        both.run, both.nearly = torch.compile(both.ours, backend="dp_compile", dynamic=dynamic), True
         for number, rows in enumerate(sizes):
             x = torch.cat([batch(number)] * rows)
             both.run(x).square().mean().backward()
             both.run_theirs(x).square().mean().backward()
             both.step()
             counts.append(left())
-        compare(both, exact=False)
+        both.compare()
     assert counts == expected
 
 
@@ -341,12 +327,13 @@ class Body(Net):
 def head_outside():
     with poisoned():
         both = crossing(Body)
+        both.nearly = True
         for number in range(3):
             for model, run in ((both.ours, both.run), (both.theirs, both.run_theirs)):
                 nn.functional.linear(run(batch(number)), model.head.weight, model.head.bias).square().mean().backward()
             both.step()
             assert left() > 0
-        compare(both, exact=False)
+        both.compare()
 
 
 @pytest.mark.parametrize(
@@ -358,6 +345,7 @@ def test_behind_other_forwards_the_step_or_their_start_waits(way, expected):
     with poisoned(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         both = crossing()
+        both.nearly = True
         if way == "in parts":
             for layer in both.ours.layers:
                 layer.compile(backend="dp_compile")
@@ -369,7 +357,7 @@ def test_behind_other_forwards_the_step_or_their_start_waits(way, expected):
             both.backward_of_theirs(number)
             both.step()
             counts.append(left())
-            compare(both, exact=False)
+            both.compare()
     assert counts == expected
 
 
@@ -383,128 +371,6 @@ def other_backends():
         torch.compile(both.ours, backend="aot_eager")(batch(0))
     go(both, 1)
     both.compare()
-
-
-class Failing(Tied):
-    """Its backward may fail, half way."""
-
-    fails = False
-
-    def forward(self, x):
-        result = super().forward(x)
-        return Fails.apply(result) if self.fails else result
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError
-
-
-def reload(model, call, optimizer):
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(dp_compile.optim.full_state_dict(optimizer)))
-
-
-def look(model, *_):
-    assert all(each.isfinite().all() for each in model.state_dict().values())
-
-
-def both_times(action):
-    def run(both, number):
-        for model, call, optimizer in ((both.ours, both.run, both.mine), (both.theirs, both.run_theirs, both.other)):
-            action(model, call, optimizer)
-
-    return run
-
-
-def accumulate(both, number):
-    both.backward(number, sync=False)
-    go(both, number + 1)
-
-
-def two_forwards(both, number):
-    """A third one before them is dropped."""
-    for whose, run in enumerate((both.run, both.run_theirs)):
-        run(batch(number))
-        outputs = run(batch(number)) + run(batch(number + 1))
-        loss = outputs.square().mean()
-        (loss if both.scalers is None else both.scalers[whose].scale(loss)).backward()
-    both.step()
-
-
-def fail(both, number):
-    """On every rank, as its backward starts."""
-    for model, run in ((both.ours, both.run), (both.theirs, both.run_theirs)):
-        model.fails = True
-        with pytest.raises(ZeroDivisionError):
-            run(batch(number)).square().mean().backward()
-        model.fails = False
-    both.mine.zero_grad()
-    both.other.zero_grad()
-
-
-def overflow(both, number):
-    """On one rank: with a scaler no rank steps."""
-    if both.scalers is not None:
-        before = [each.detach().clone() for each in both.ours.parameters()]
-        both.backward(number, factor=torch.inf if dist.get_rank() == 0 else 1.0)
-        both.step()
-        assert all(map(torch.equal, before, both.ours.parameters()))
-
-
-ACTIONS = {
-    "step": go,
-    "two forwards": two_forwards,
-    "fail": fail,
-    "overflow": overflow,
-    "accumulate": accumulate,
-    "fall back": lambda both, number: (both.backward(number, broken=dist.get_rank() == 0), both.step()),
-    "evaluate": both_times(lambda model, call, _: evaluated(model, call)),
-    "eager": both_times(lambda model, *_: model(batch(99))),
-    "look": both_times(look),
-    "reload": both_times(reload),
-    "slower": both_times(lambda *given: [group.update(lr=group["lr"] * 0.5) for group in given[2].param_groups]),
-    "forward only": both_times(lambda _, call, __: call(batch(88))),
-    "step without": both_times(lambda *given: (given[2].step(), given[2].zero_grad())),
-}
-
-
-def in_order(names, make, shard, max_norm, scaled):
-    with poisoned(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        both = crossing(Failing, OPTIMIZERS[make], shard=shard, scaled=scaled, max_norm=max_norm, compile_theirs=True)
-        for number, name in enumerate(["step", *names]):
-            ACTIONS[name](both, 2 * number)
-        both.compare()
-
-
-ORDERS = (
-    ("fail", "overflow", "fall back", "accumulate", "reload", "look"),
-    ("slower", "forward only", "two forwards", "evaluate", "step", "step without", "eager", "accumulate"),
-)
-
-
-@pytest.mark.parametrize("names", ORDERS, ids=["failures", "forwards"])
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
-def test_orders(ranks2, shard, names):
-    """Clipped, and with a scaler, where parameters are updated in parts."""
-    max_norm = 0.05 if shard and "slower" in names else None
-    ranks2.run(in_order, names, "sgd" if "slower" in names else "adamw", shard, max_norm, shard)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_many_orders(ranks2):
-    draw = random.Random(0)
-    for _ in range(100):
-        shard, names = draw.random() < 0.5, draw.choices([*ACTIONS], k=draw.randint(2, 8))
-        max_norm = draw.choice([None, 0.05]) if shard else None
-        ranks2.run(in_order, names, draw.choice(["sgd", "adamw"]), shard, max_norm, shard and draw.random() < 0.5)
 
 
 def written(way):

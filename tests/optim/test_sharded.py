@@ -33,13 +33,7 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec, Layou
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import replica_of
 
-
-def sharded(*args, **options):
-    return made("sharded", *args, **options)
-
-
-def one_group(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
+sharded, one_group = partial(made, "sharded"), partial(torch.optim.AdamW, lr=0.01)
 
 
 def refuse(attempts):
@@ -98,10 +92,7 @@ def test_no_gap_is_sent_where_somebody_looks_for_nan():
 
 def one_small_part():
     """Ranks without a piece take part in all, with a scaler too."""
-    one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2))
-    both = sharded(lambda: nn.Linear(6, 1, bias=False), one_group, given={"scaler": one}, max_norm=0.05)
-    both.scalers = one, two
-    both.train(0, 1)
+    sharded(lambda: nn.Linear(6, 1, bias=False), one_group, scaled=True, max_norm=0.05).train(0, 1)
 
 
 class HalfFirst(nn.Module):
@@ -190,8 +181,7 @@ def test_parameters_are_waited_for(way):
         found = [each.detach().clone() for each in both.ours.parameters()]
     both.backward_of_theirs(0)
     both.other.step()
-    for one, other in zip(found, both.theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, list(both.theirs.parameters()))
 
 
 @on_ranks("ranks")

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import random
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -68,18 +69,6 @@ def test_the_same_parameters_as_ddp(ranks, way, name, max_norm, compile_model):
     """Two parameter groups and a scheduler; another learning rate compiles nothing."""
     expected = (10, 1) if compile_model is compile_whole else (0, 0)
     assert set(ranks.run(train, way, name, max_norm, compile_model)) == {expected}
-
-
-@on_ranks("ranks2")
-def test_sgd_is_ddp_s_bit_for_bit():
-    """One layer, so that torch's gradients are computed as ours are."""
-    make = two_groups(torch.optim.SGD, lr=0.1, momentum=0.9)
-    both = made("whole", lambda: nn.Linear(6, 6), make, beside_ddp=True)
-    for number in range(4):
-        both.backward(number)
-        both.step()
-        assert all(map(torch.equal, both.ours.parameters(), both.theirs.parameters()))
-    assert both.updated == 2
 
 
 class Broken(Net):
@@ -188,13 +177,56 @@ def overflows(both):
         both.train(61)
 
 
-def every_kind_of_step(way, max_norm, has_scaler):
-    one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
-    given = {"scaler": one} if has_scaler else {}
-    both = made(way, Spare, ADAMW, max_norm=max_norm, given=given, find_unused_parameters=True)
-    both.scalers = (one, two) if has_scaler else None
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+def fails(both):
+    """On every rank, as its backward starts."""
+    for run, optimizer in ((both.run, both.mine), (both.run_theirs, both.other)):
+        with pytest.raises(ZeroDivisionError):
+            Fails.apply(run(batch(80))).square().mean().backward()
+        optimizer.zero_grad()
+    both.train(81)
+
+
+def reloads(both):
+    for model, optimizer in ((both.ours, both.mine), (both.theirs, both.other)):
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        optimizer.load_state_dict(copy.deepcopy(full_state_dict(optimizer)))
+    both.train(82)
+
+
+def reads(both):
+    """Forwards without a backward, compiled and not, evaluation; another rate, a step without gradients."""
+    for model, run, optimizer in ((both.ours, both.run, both.mine), (both.theirs, both.run_theirs, both.other)):
+        for call in (run, model):
+            call(batch(83))
+        model.eval()
+        with torch.no_grad():
+            run(batch(83))
+        model.train()
+        assert all(each.isfinite().all() for each in model.state_dict().values())
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    both.train(84)
+
+
+KINDS = (accumulated, falls_back, unused, frozen, fails, reloads, reads)
+
+
+def every_kind_of_step(way, max_norm, has_scaler, kinds=KINDS):
+    both = made(way, Spare, ADAMW, max_norm=max_norm, scaled=has_scaler, find_unused_parameters=True)
     both.train(0)
-    for kind in (accumulated, falls_back, unused, frozen, *([overflows] if has_scaler else [])):
+    for kind in (*kinds, *([overflows] if has_scaler else [])):
         kind(both)
     both.train(70)
 
@@ -212,6 +244,16 @@ def every_kind_of_step(way, max_norm, has_scaler):
 def test_every_kind_of_step(ranks2, way, max_norm, has_scaler):
     """With parameters that are NaN as long as they are in flight, and compared between ranks after each step."""
     ranks2.run(in_way, every_kind_of_step, way, max_norm, has_scaler)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_many_orders(ranks2):
+    draw = random.Random(0)
+    for _ in range(60):
+        way, kinds = draw.choice([*GIVEN]), draw.choices(KINDS, k=draw.randint(2, 6))
+        max_norm = draw.choice([None, 0.05]) if "shard" in GIVEN[way] else None
+        ranks2.run(in_way, every_kind_of_step, way, max_norm, "shard" in GIVEN[way] and draw.random() < 0.5, kinds)
 
 
 @mock.patch.dict(os.environ, {CHECK_VARIABLE: "1"})
@@ -379,14 +421,12 @@ def unknown_scaler(way, compile_model):
 
 
 def scaled_step_is_dropped(way, compile_model):
-    scaler = torch.amp.GradScaler("cpu")
-    both = made(way, given={"scaler": scaler}, compile_model=compile_model)
-    scaler.scale(both.run(batch(0)).square().mean()).backward()
+    both = made(way, scaled=True, compile_model=compile_model)
+    both.backward(0)
     with refused(r"before optimizer.step\(\).*scaler.update\(\)"):
-        scaler.scale(both.run(batch(1)).square().mean()).backward()
-    scaler.step(both.mine)
-    scaler.update()
-    scaler.scale(both.run(batch(2)).square().mean()).backward()
+        both.backward(1)
+    both.step()
+    both.backward(2)
 
 
 class Inside(Net):

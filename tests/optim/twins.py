@@ -140,39 +140,6 @@ class Twins:
         return max((record.updated for record in dp_compile.report(self.ours).captures), default=0)
 
 
-def twins(
-    build=Net,
-    make=SGD,
-    *,
-    beside_ddp=False,
-    compile_model=compile_whole,
-    config=SMALL,
-    max_norm=None,
-    prepare=lambda model: None,
-    given=None,
-    compile_theirs=False,
-    **options,
-):
-    """`given` goes to `in_backward`, `options` to `replicate`."""
-    torch._dynamo.reset()
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(build())
-    ours, theirs = models
-    if beside_ddp:
-        theirs = DistributedDataParallel(theirs)
-    for model in (ours,) if beside_ddp else models:
-        dp_compile.replicate(model, config=config, **options)
-        prepare(model)
-    mine, other = make(models[0].parameters()), make(models[1].parameters())
-    assert dp_compile.optim.in_backward(ours, mine, max_norm=max_norm, **(given or {})) is mine
-    # Not compiled it is cheaper, and eager hooks add up to the same bits. Inductor's kernels round otherwise.
-    theirs_compiled = config.backend == "inductor" or compile_theirs
-    run_theirs = compile_model(theirs) if theirs_compiled and not beside_ddp else theirs
-    return Twins(ours, compile_model(ours), theirs, run_theirs, mine, other, max_norm)
-
-
 GIVEN = {
     "whole": {},
     "sharded": {"shard": True},
@@ -187,13 +154,45 @@ def waiting(module):
     return torch.compile(module, backend="dp_compile")
 
 
-def made(way, *args, **options):
-    """Twins with an optimizer of that way."""
-    compiled = {"compile_model": waiting} if "overlap_forward" in GIVEN[way] else {}
-    both = twins(*args, **{"given": {**GIVEN[way], **options.pop("given", {})}} | compiled | options)
+def made(
+    way,
+    build=Net,
+    make=SGD,
+    *,
+    beside_ddp=False,
+    compile_model=None,
+    config=SMALL,
+    max_norm=None,
+    scaled=False,
+    given=None,
+    prepare=lambda model: None,
+    compile_theirs=False,
+    **options,
+):
+    """Twins with an optimizer of that way; `given` goes to `in_backward` too, `options` to `replicate`."""
+    torch._dynamo.reset()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build())
+    ours, theirs = models
+    if beside_ddp:
+        theirs = DistributedDataParallel(theirs)
+    for model in (ours,) if beside_ddp else models:
+        dp_compile.replicate(model, config=config, **options)
+        prepare(model)
+    mine, other = make(models[0].parameters()), make(models[1].parameters())
+    scalers = tuple(torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
+    given = GIVEN[way] | {"max_norm": max_norm, "scaler": scalers[0] if scaled else None} | (given or {})
+    assert dp_compile.optim.in_backward(ours, mine, **given) is mine
+    compile_model = compile_model or (waiting if "overlap_forward" in given else compile_whole)
+    # Not compiled it is cheaper, and eager hooks add up to the same bits. Inductor's kernels round otherwise.
+    theirs_compiled = (config.backend == "inductor" or compile_theirs) and not beside_ddp
+    run_theirs = (compile_whole if compile_model is waiting else compile_model)(theirs) if theirs_compiled else theirs
     # The norm is added up in another order; of more than two ranks gradients are too.
-    both.nearly = "shard" in GIVEN[way] and (both.max_norm is not None or dist.get_world_size() > 2)
-    return both
+    nearly = "shard" in given and (max_norm is not None or dist.get_world_size() > 2)
+    scalers = scalers if scaled else None
+    return Twins(ours, compile_model(ours), theirs, run_theirs, mine, other, max_norm, nearly, scalers)
 
 
 def id_of(each):

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from graphs import trace
+from parity import expect_average
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -76,10 +77,11 @@ def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch):
     assert memory.take(0, 8, torch.float32, CPU).data_ptr() == where
 
 
-def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch):
-    """A thread that sends a gradient away may let go of it between two questions."""
+def test_what_another_process_may_look_at_is_not_used_again(monkeypatch):
+    """Asked last: a thread that sends a gradient away may let go of it between two questions."""
     memory = BucketMemory()
-    memory.take(0, 8, torch.float32, CPU)
+    assert memory.take(0, 8, torch.float32, CPU).share_memory_().is_shared()
+    assert not memory.take(0, 8, torch.float32, CPU).is_shared()
     (kept,) = memory.kept.values()
 
     def shared_meanwhile(tensor):
@@ -91,10 +93,8 @@ def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch):
     assert not memory.take(0, 8, torch.float32, CPU).is_shared()
 
 
-def test_what_another_process_may_look_at_is_not_used_again():
-    memory = BucketMemory()
-    assert memory.take(0, 8, torch.float32, CPU).share_memory_().is_shared()
-    assert not memory.take(0, 8, torch.float32, CPU).is_shared()
+def grads(model):
+    return [parameter.grad for parameter in model.parameters()]
 
 
 class Training:
@@ -112,11 +112,8 @@ class Training:
         self.plain.zero_grad()
         self.run(batch(seed)).square().mean().backward()
         self.plain(batch(seed)).square().mean().backward()
-        found = []
-        for parameter, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad / 2)
-            found.append(parameter.grad)
-        return found
+        expect_average(self.model, self.plain)
+        return grads(self.model)
 
     @property
     def plan(self):
@@ -138,6 +135,9 @@ def test_the_same_memory_in_each_step():
     said = str(dp_compile.report(training.model))
     assert "memory that backwards use again: 21.4 KiB of 2 buckets" in said
     assert "computed in their buckets: 100.0%" in said  # rows of the embedding are added there, too
+    other = Training(gradient_as_bucket_view=False)
+    other.step(0)
+    assert not other.kept
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
@@ -148,8 +148,7 @@ def test_a_gradient_that_somebody_kept_stays_what_it_was():
     values = [each.clone() for each in kept]
     for seed in (2, 3):
         training.step(seed)
-    for gradient, value in zip(kept, values, strict=True):
-        assert torch.equal(gradient, value)
+    assert all(map(torch.equal, kept, values))
     where = training.kept
     del kept
     training.step(4)
@@ -176,15 +175,7 @@ def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(captured, monkey
         kept = training.step(4)
         values = [each.clone() for each in kept]
         training.step(5)
-    for gradient, value in zip(kept, values, strict=True):
-        assert torch.equal(gradient, value)
-
-
-@pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_no_bucket_lives_on_if_none_is_to():
-    training = Training(gradient_as_bucket_view=False)
-    training.step(0)
-    assert not training.kept
+    assert all(map(torch.equal, kept, values))
 
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
@@ -194,8 +185,7 @@ def test_two_modules_in_one_backward():
         for each in (one, other):
             each.model.zero_grad()
         (one.run(batch(seed)).square().mean() + other.run(batch(seed)).square().mean()).backward()
-        for mine, its in zip(one.model.parameters(), other.model.parameters(), strict=True):
-            assert torch.equal(mine.grad, its.grad)
+        torch.testing.assert_close(grads(one.model), grads(other.model), rtol=0, atol=0)
     assert len(one.kept) == 1
     assert len(other.kept) == len(other.plan)
 
@@ -230,39 +220,16 @@ def test_the_memory_is_there_before_anything_is_written_to_it():
     assert "empty_strided_cpu((5" not in code  # the larger bucket is allocated nowhere else
 
 
-aten = torch.ops.aten
-
-
-def separated(function, *inputs):
-    module = trace(function, *inputs)
+@pytest.mark.parametrize("function", [lambda x: [x.sum(0)] * 2, lambda x: [(double := x * 2)[:2], double[1:]]])
+def test_what_is_returned_in_one_memory_is_copied_once(function):
+    x = torch.randn(4, 3)
+    module = trace(function, x)
     OwnMemory()(module.graph)
     module.graph.lint()
     module.recompile()
-    return module
-
-
-def copies(module):
-    return len(module.graph.find_nodes(op="call_function", target=aten.clone.default))
-
-
-def twice(x):
-    found = x.sum(0)
-    return found, found
-
-
-def overlapping(x):
-    found = x * 2
-    return found[:2], found[1:]
-
-
-@pytest.mark.parametrize(("function", "expected"), [(twice, 1), (overlapping, 1)])
-def test_what_is_returned(function, expected):
-    x = torch.randn(4, 3)
-    module = separated(function, x)
-    assert copies(module) == expected
+    assert len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == 1
     found = module(x)
-    for one, other in zip(found, function(x), strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(found, function(x), rtol=0, atol=0)
     for each in found:
         each.fill_(7.0)  # of no other
         assert sum(bool((one == 7.0).any()) for one in found) == 1
@@ -296,10 +263,8 @@ def test_gradients_that_are_clipped(fake_group):
     for run, model in ((torch.compile(models[0]), models[0]), (models[1], models[1])):
         loss_of(run, 0).backward()
         torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
-    for one, other in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(grads(models[0][0]), grads(models[1][0]))
     assert dict(dp_compile.report(replicated).backwards) == {"captured": 1}
-    dp_compile.unreplicate(replicated)
 
 
 class Viewed(nn.Module):
@@ -322,6 +287,4 @@ def test_gradients_that_are_added_to(fake_group):
         with dp_compile.no_sync(model):
             loss_of(run, number).backward()
         loss_of(plain, number).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    dp_compile.unreplicate(model)
+    torch.testing.assert_close(grads(model), grads(plain))

@@ -96,8 +96,7 @@ def test_what_computes_a_gradient_takes_the_factor_and_the_layout():
     assert [each.kwargs["alpha"] for each in (mm, turned)] == [0.5, 0.5]
     assert (total.target, scattered.target) == (torch.ops.aten.sum.dim_IntList, torch.ops.aten.index_put.default)
     assert bucket.args[1:] == ([1.0, 1.0, 0.5, 1.0], [3, 1, 3, 1, 2, 1, 3, 1], [0, 6, 12, 14], 29)
-    for was, now in zip(expected, module(a, b, rows), strict=True):
-        assert torch.equal(was, now)
+    assert all(map(torch.equal, expected, module(a, b, rows)))
 
 
 @pytest.mark.parametrize("rows", [3, 0])
@@ -198,15 +197,6 @@ wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
 as_strided_default_1 = aten.as_strided(wait_tensor_default_1, [4], [1], 0)
 return [neg, as_strided_default_1, log]""",
     )
-
-
-def test_the_result_of_all_passes():
-    grads = [Grad(index=0), Grad(index=1)]
-    results = []
-    Pipeline(DEFAULT_PASSES, (plan_for(grads),), results.append)(reduce_all(*grads).graph)
-    (result,) = results
-    assert (result.collectives, result.refusals) == (1, ())
-    assert result.memory is not None
 
 
 def uuid(passes=DEFAULT_PASSES, *plans):

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +18,10 @@ from torch.fx.node import map_arg
 
 from dp_compile._torch import distributed
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.fx.text import last_name
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.buckets import BucketPlan, Layout, plan_buckets
-from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import ReadyTimes, plan_optimal
 from dp_compile.plan.words import BYTES_PER_MB
 
 aten = torch.ops.aten
@@ -206,14 +202,9 @@ STEPS = (
 def _plan(draw, grads):
     specs = [grad.spec for grad in draw(st.permutations(grads))]
     layout = Layout(draw(st.sampled_from([1, 16, 64])))
-    strategy = draw(st.sampled_from(["fixed", "optimal", "any", "any"]))
-    if strategy == "fixed" or not grads:
+    if draw(st.booleans()) or not grads:
         caps_mb = st.sampled_from([1 / BYTES_PER_MB, 16 / BYTES_PER_MB, 64 / BYTES_PER_MB, math.inf])
         return plan_buckets(specs, bucket_cap_mb=draw(caps_mb), first_bucket_cap_mb=draw(caps_mb), layout=layout)
-    if strategy == "optimal":
-        shares = {spec.index: draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])) for spec in specs}
-        cost = AllReduceCost(draw(st.sampled_from([1e-9, 1e-7, 1e-5])), 1e-9)
-        return plan_optimal(specs, cost, ReadyTimes(shares, None, "drawn"), layout).plan
     buckets = []  # of any size in any order, none of which mixes keys
     for spec in specs:
         same = [bucket for bucket in buckets if bucket[0].key == spec.key]
@@ -301,14 +292,11 @@ def layout(tensor):
     return [(size, stride if size > 1 and tensor.numel() else 0) for size, stride in sized]
 
 
-def run_default_passes(graph, plans):
-    Pipeline(DEFAULT_PASSES, plans, lambda result: None)(graph)
-
-
-def check(case, groups, run_passes=run_default_passes):
-    """Run passes over a graph and check everything that must hold. Raises where something does not."""
+def check(case, groups):
+    """Run the default passes over a graph and check everything that must hold. Raises where something does not."""
     before, after, again = case.graph, copy.deepcopy(case.graph), copy.deepcopy(case.graph)
-    run_passes(after, case.plans)
+    for graph in (after, again):
+        Pipeline(DEFAULT_PASSES, case.plans, lambda result: None)(graph)
     after.lint()
     check_launches(after, case.plans)
     outputs = before.output_node().args[0], after.output_node().args[0]
@@ -320,34 +308,27 @@ def check(case, groups, run_passes=run_default_passes):
         assert (was.dtype, layout(was)) == (now.dtype, layout(now)), "another dtype or layout is returned"
         if case.exact or position < len(case.grads):
             check_numbers(was, now, exact=case.exact)
-    run_passes(again, case.plans)
     assert short(again) == short(after), "the same graph became another one"
-    ops = Counter(map(last_name, after.nodes))
-    run_passes(after, case.plans)  # may move compute once more, among orders that are equally good
-    assert Counter(map(last_name, after.nodes)) == ops, "a second run changed something"
-    check_launches(after, case.plans)
-    for was, now in zip(found, World(after, groups, case.plans).run_all(case.inputs)[0], strict=True):
-        assert torch.equal(was.nan_to_num(), now.nan_to_num()), "a second run changed a number"
 
 
 def check_launches(graph, plans):
     """One collective for each bucket, as the plan says, in the order of the plan."""
     assert not graph.find_nodes(op="call_function", target=REDUCE_GRAD), "a reduction is left over"
-    found = launches(graph)
     for replica, plan in enumerate(plans):
         planned = [f"{replica}.{number}" for number in range(len(plan.buckets))]
-        assert [unit for unit in found if unit.startswith(f"{replica}.")] == planned, "not the plan's launches"
-    assert len(found) == sum(len(plan.buckets) for plan in plans), "a launch that is in no plan"
+        assert [each for each in launches(graph) if each.startswith(f"{replica}.")] == planned, (
+            "not the plan's launches"
+        )
+    assert len(launches(graph)) == sum(len(plan.buckets) for plan in plans), "a launch that is in no plan"
 
 
 def check_numbers(was, now, *, exact):
+    was, now = was.nan_to_num(posinf=0.0), now.nan_to_num(posinf=0.0)
     if exact:
-        assert torch.equal(was.nan_to_num(), now.nan_to_num()), "other numbers"
+        assert torch.equal(was, now), "other numbers"
     elif was.numel():
-        error = (was.double() - now.double()).abs().nan_to_num(posinf=0.0).max()
-        assert error <= 8 * torch.finfo(was.dtype).eps * was.double().abs().nan_to_num(posinf=0.0).max(), (
-            "other numbers"
-        )
+        bound = 8 * torch.finfo(was.dtype).eps * was.double().abs().max()
+        assert (was.double() - now.double()).abs().max() <= bound, "other numbers"
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import Grad
+from graphs import Grad, trace
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx
 
 from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
@@ -195,11 +194,17 @@ def test_a_fit_of_a_network_that_sends_the_first_bytes_at_once():
     assert found.alpha_s == pytest.approx(266e-6, rel=0.2)
 
 
-SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
-
-
 def test_assumed_from_elements():
-    assert assumed_times(SPECS).shares == {0: 0.25, 1: 0.25, 2: 1.0}
+    shapes = ((8, 4), (4,), (8, 12))
+    specs = [Grad(index=index, shape=shape).spec for index, shape in enumerate(shapes)]
+    assert assumed_times(specs).shares == {0: 0.25, 1: 0.25, 2: 1.0}
+
+
+def shares_of(backward, *inputs):
+    graph = trace(backward, *inputs).graph
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    return ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -213,10 +218,7 @@ def test_collectives_of_the_model_take_their_time():
         return [first, grads[1].reduce(x.t() @ summed)]
 
     GROUP = distributed.group_name(dist.group.WORLD)
-    graph = fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(*torch.randn(2, 64, 64)).graph
-    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
-    found = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
+    found = shares_of(backward, *torch.randn(2, 64, 64))
     product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
     sent = nominal_cost(GLOO, dist.get_world_size()).seconds(64 * 64 * 4) * 15e9  # of one core's memory, in bytes
     total = 2 * product + sent
@@ -232,10 +234,7 @@ def test_what_nothing_but_one_gradient_needs():
         second = both @ x
         return [grads[0].reduce(both @ y), grads[1].reduce(second @ y)]
 
-    graph = fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(*torch.randn(2, 64, 64)).graph
-    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
-    first, second = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
+    first, second = shares_of(backward, *torch.randn(2, 64, 64))
     seconds = 4 * 2 * 64**3 / 8.0 / 15e9  # of one core
     # What the second needs alone comes after the launch of the first. `both`, `x` and `y` are no larger than what the
     # backward was given and its gradients.
@@ -254,9 +253,6 @@ def test_what_may_wait_until_the_end_of_a_backward():
             found.append(each.reduce(kept.t() @ kept))
         return found
 
-    graph = fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(torch.randn(64, 8)).graph
-    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
-    found = ready_shares([Accumulation(node, node.args[0], False) for node in nodes], values)
+    found = shares_of(backward, torch.randn(64, 8))
     # The activation that is given is as large as each of these, a gradient an eighth of that. The last two read one.
     assert [each.may_wait for each in found] == [False, False, True, True]

@@ -116,72 +116,24 @@ def test_the_signature_sees_every_change():
 
 def test_flags_never_cost_a_collective():
     """The last gradient fills its bucket exactly; the flags go with it all the same."""
-    key = bucket_key("0", "sum", "float32", "cpu")
-    gradients = [
-        GradientSpec(1, "b", (256, 1024), (1024, 1), 4, key),
-        GradientSpec(0, "a", (256, 1024), (1024, 1), 4, key),
-        GradientSpec(2, UNUSED_FLAGS, (2,), (1,), 4, key),
-    ]
-    plan = plan_buckets(gradients, bucket_cap_mb=1, first_bucket_cap_mb=1)
-    assert [[member.gradient.name for member in bucket.members] for bucket in plan.buckets] == [
-        ["b"],
-        ["a", UNUSED_FLAGS],
-    ]
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-
-class Model(nn.Module):
-    def __init__(self, width=16, layers=3):
-        super().__init__()
-        self.embed = nn.Embedding(50, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, 50)
-
-
-def names(plan):
-    return [[member.gradient.name for member in bucket.members] for bucket in plan.buckets]
-
-
-def planned(**options):
-    return dp_compile.report(dp_compile.replicate(Model(), **options)).plan
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_set_of_classes_is_a_policy():
-    plan = planned(bucket_policy={Block})
-    assert [bucket[0].rpartition(".")[0] for bucket in names(plan)] == [
-        "head",
-        "blocks.2.down",
-        "blocks.1.down",
-        "blocks.0.down",
-        "embed",
-    ]
-    assert names(plan)[-1] == ["embed.weight", UNUSED_FLAGS]
+    flags = dataclasses.replace(gradient(2, 2), name=UNUSED_FLAGS)
+    assert indices(plan_of([gradient(1, 256), gradient(0, 256), flags], 1024, 1024)) == [[1], [0, 2]]
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_optimal_is_the_default_and_makes_a_promise():
-    cost = AllReduceCost(1e-6, 1e-9)
-    model = dp_compile.replicate(Model(), config=ReplicateConfig(cost=cost))
+    layers = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 50))
+    config = ReplicateConfig(cost=AllReduceCost(1e-6, 1e-9))
+    model = dp_compile.replicate(layers, config=config)
     report = dp_compile.report(model)
     assert len(report.plan.buckets) > 1
-    assert {name for each in names(report.plan) for name in each} == {UNUSED_FLAGS, *dict(model.named_parameters())}
+    assert {each.name for each in report.plan.gradients} == {UNUSED_FLAGS, *dict(model.named_parameters())}
     assert "the best any plan could do" in report.promise
     assert " ms" not in report.promise
     assert " ".join(report.promise.split()) in " ".join(str(report).split())
     assert max(map(len, str(report).splitlines())) <= 80
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_options_of_two_rules():
-    config = ReplicateConfig(cost=AllReduceCost(1e-3, 1e-9))
     with pytest.raises(dp_compile.ConfigError, match="bucket_policy and cost exclude each other"):
-        planned(bucket_policy={Block}, config=config)
+        dp_compile.replicate(dp_compile.unreplicate(model), bucket_policy={nn.Linear}, config=config)
 
 
 @pytest.mark.usefixtures("fake_group")

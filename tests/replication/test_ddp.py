@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
-import io
 import math
+import os
+import pickle
 from contextlib import nullcontext
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from dp_compile.replication.join import joinable
 from dp_compile.replication.module import replica_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
+unsupported = partial(pytest.raises, dp_compile.UnsupportedModuleError)
 
 
 def build():
@@ -37,38 +41,27 @@ def build():
 @on_ranks("ranks2")
 def test_without_hooks_torch_reduces(by_wrapper):
     options = {"bucket_cap_mb": math.inf, "find_unused_parameters": True}
-    theirs = build()
     if by_wrapper:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+        with mock.patch.dict(os.environ, DP_COMPILE_DDP_PYTHON_HOOK="0"):
             ours = DistributedDataParallel(build(), **options)
-        theirs = TorchDDP(theirs, find_unused_parameters=True)
+        theirs = TorchDDP(build(), find_unused_parameters=True)
         assert type(ours) is TorchDDP
     else:
         ours = dp_compile.replicate(build(), ddp_python_hook=False, **options)
-        torch_replicate(theirs, find_unused_parameters=True)
+        theirs = torch_replicate(build(), find_unused_parameters=True)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     for step in range(3):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
         for model in (ours, theirs):
-            model.zero_grad()
-            model(x).square().mean().backward()
+            with dp_compile.no_sync(model) if step else nullcontext():
+                with dp_compile.no_sync(model):
+                    model.zero_grad()
+                model(x).square().mean().backward()
+            model(x + step).square().mean().backward()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad)
-    for model in (ours, theirs):
-        model.zero_grad()
-    with dp_compile.no_sync(ours):
-        with dp_compile.no_sync(ours):
-            pass
-        ours(x).square().mean().backward()
-    with dp_compile.no_sync(theirs):
-        theirs(x).square().mean().backward()
-    for model in (ours, theirs):
-        model(x).square().mean().backward()
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
     dp_compile.warmup(ours, [x], lambda x: ours(x).square().mean())
     assert str(dp_compile.report(ours)).startswith("mode: torch's own DDP")
-    with pytest.raises(dp_compile.UnsupportedModuleError, match="torch's own DDP reduces the gradients"):
+    with unsupported(match="torch's own DDP reduces the gradients"):
         dp_compile.explain(ours)
 
 
@@ -78,48 +71,42 @@ def test_without_hooks_the_report_has_the_ranks_of_the_group():
     for _ in range(2):  # torch makes its DDP in the first forward
         assert "1 rank, " in str(dp_compile.report(model))
         model(torch.randn(6, 4))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+    with mock.patch.dict(os.environ, DP_COMPILE_DDP_PYTHON_HOOK="0"):
         assert "1 rank, " in str(dp_compile.report(DistributedDataParallel(build(), process_group=group)))
 
 
-def test_without_hooks_options_that_torch_does_not_have_are_refused():
-    policy = MixedPrecisionPolicy(torch.bfloat16)
+def test_options_that_are_refused():
+    policy, replicate = MixedPrecisionPolicy(torch.bfloat16), dp_compile.replicate
     config = dp_compile.ReplicateConfig(ddp_python_hook=False, mp_policy=policy, check_nan=True)
-    for make in (dp_compile.replicate, DistributedDataParallel):
-        with pytest.raises(dp_compile.ConfigError, match="does not have mp_policy and check_nan"):
-            make(build(), config=config)
-    with pytest.raises(dp_compile.ConfigError, match="does not have bucket_policy"):
-        dp_compile.replicate(build(), ddp_python_hook=False, bucket_policy={nn.Linear})
-
-
-def test_refuses():
-    refused = [
-        ({"dim": 1}, "dim must be 0, .*, got 1"),
-        ({"init_sync": False}, "init_sync must be True: .*, got False"),
-        ({"device_ids": [0, 1]}, "device_ids must hold one device"),
-        ({"device_ids": [0]}, "0.weight is on cpu, device_ids says cuda:0"),
-        ({"bucket_cap_mb": -3}, "bucket_cap_mb must be > 0 .*, got -3"),
-    ]
-    for options, message in refused:
+    by_policy = {"ddp_python_hook": False, "bucket_policy": {nn.Linear}}
+    for make, options, message in (
+        *(
+            (make, {"config": config}, "not have mp_policy and check_nan")
+            for make in (replicate, DistributedDataParallel)
+        ),
+        (replicate, by_policy, "does not have bucket_policy"),
+        (DistributedDataParallel, {"dim": 1}, "dim must be 0, .*, got 1"),
+        (DistributedDataParallel, {"init_sync": False}, "init_sync must be True: .*, got False"),
+        (DistributedDataParallel, {"device_ids": [0, 1]}, "device_ids must hold one device"),
+        (DistributedDataParallel, {"device_ids": [0]}, "0.weight is on cpu, device_ids says cuda:0"),
+        (DistributedDataParallel, {"bucket_cap_mb": -3}, "bucket_cap_mb must be > 0 .*, got -3"),
+    ):
         with pytest.raises(dp_compile.ConfigError, match=message):
-            DistributedDataParallel(build(), **options)
+            make(build(), **options)
 
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
 class TestInTorchsPlace:
-    def test_counts_as_torch_s(self):
-        assert isinstance(DistributedDataParallel(build()), TorchDDP)
-        assert not isinstance(build(), TorchDDP)
-        assert isinstance(torch.compile(DistributedDataParallel(build()), backend="aot_eager")._orig_mod, TorchDDP)
-
     def test_attributes_that_frameworks_read(self):
         model, twin = build(), build()
         for kind, each in ((DistributedDataParallel, model), (TorchDDP, twin)):
             kind._set_params_and_buffers_to_ignore_for_model(each, ["3.bias", "1.running_mean"])
         ours, theirs = DistributedDataParallel(model), TorchDDP(twin)
+        assert isinstance(ours, TorchDDP)
+        assert not isinstance(model, TorchDDP)
+        assert isinstance(torch.compile(ours, backend="aot_eager")._orig_mod, TorchDDP)
         for name in ("process_group", "device_ids", "output_device", "dim", "device", "device_type"):
             assert getattr(ours, name) == getattr(theirs, name), name
         for name in ("static_graph", "find_unused_parameters", "broadcast_buffers", "require_backward_grad_sync"):
@@ -142,36 +129,25 @@ class TestInTorchsPlace:
     def test_again_once_the_wrapper_is_gone(self):
         model = build()
         DistributedDataParallel(model)
-        with pytest.raises(
-            dp_compile.UnsupportedModuleError, match=r"replicated already. Call dp_compile.unreplicate\(\)"
-        ):
+        with unsupported(match=r"replicated already. Call dp_compile.unreplicate\(\)"):
             DistributedDataParallel(model)
         second = DistributedDataParallel(dp_compile.unreplicate(model), bucket_cap_mb=2)
         assert replica_of(second).config.bucket_cap_mb == 2
         assert len(model._forward_pre_hooks) == 1
 
 
-def copied(ours, how):
-    if how == "deepcopy":
-        return copy.deepcopy(ours)
-    buffer = io.BytesIO()
-    torch.save(ours, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_evaluate_and_do_not_train(how):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ours: pickle.loads(pickle.dumps(ours))])
+def test_copies_evaluate_and_do_not_train(copied):
     """torch's would reduce: one that is trained without reducing must not pass silently."""
     ours = DistributedDataParallel(build(), config=AOT)
     ours.compile(backend="aot_eager")  # a copy that kept that would run, and train, the original
-    twin = copied(ours, how)
+    twin = copied(ours)
     assert type(twin) is DistributedDataParallel
     assert type(twin.module) is nn.Sequential
     with torch.no_grad():
         assert torch.equal(twin.eval()(torch.ones(2, 4)), ours.eval()(torch.ones(2, 4)))
     for call in (twin, torch.compile(twin, backend="aot_eager")):
-        with pytest.raises(dp_compile.UnsupportedModuleError, match="reduces no gradients"):
+        with unsupported(match="reduces no gradients"):
             call(torch.ones(2, 4))
     DistributedDataParallel(twin.module)(torch.ones(2, 4)).sum().backward()
 
@@ -200,22 +176,22 @@ def test_torch_ddp_around_a_replicated_module():
     around, text = TorchDDP(model), "^Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_c"
     inside = TorchDDP(torch.compile(model, backend="aot_eager"))
     for call in (around, torch.compile(around, backend="aot_eager"), inside):
-        with pytest.raises(dp_compile.UnsupportedModuleError, match=text):
+        with unsupported(match=text):
             call(torch.ones(2, 4)).sum().backward()
-
-
-@on_ranks("ranks2")
-def test_torch_ddp_beside_a_replicated_part():
-    """torch's DDP around a module whose other part we reduce: no gradient is reduced twice, nothing to refuse."""
+    # torch's DDP around a module whose other part we reduce: no gradient is reduced twice, nothing to refuse.
     model = build()
     dp_compile.replicate(model[3], config=AOT)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["3.weight", "3.bias"])
     call = TorchDDP(model)
     call(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        grads = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(grads, parameter.grad)
-        assert torch.equal(grads[0], grads[1]), name
+    assert_from_first_rank(parameter.grad for parameter in model.parameters())
+
+
+def assert_from_first_rank(tensors):
+    for each in tensors:
+        first = each.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, each)
 
 
 class OwnBuffers(nn.Module):
@@ -250,10 +226,7 @@ def test_buffers_of_each_rank(wrap):
         with torch.no_grad():
             inner.mine.add_(rank)
         assert float(inner.mine[0]) == (rank if keeps else 0) + (step + 1) * rank
-    for each in (inner.layer.weight, inner.layer.weight.grad):
-        first = each.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, each)
+    assert_from_first_rank([inner.layer.weight, inner.layer.weight.grad])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
@@ -262,9 +235,7 @@ def test_a_buffer_that_cannot_be_copied():
         model = build()
         model.register_buffer("adjacency", sparse)
         for wrap in (dp_compile.replicate, DistributedDataParallel):
-            with pytest.raises(
-                dp_compile.UnsupportedModuleError, match=r"adjacency is torch.sparse.*broadcast_buffers=False"
-            ):
+            with unsupported(match=r"adjacency is torch.sparse.*broadcast_buffers=False"):
                 wrap(model)
         DistributedDataParallel(model, broadcast_buffers=False)
 
@@ -297,9 +268,7 @@ def batches(count, salt=0):
 def twins():
     """Our wrapper, what to call, and torch's DDP, all from the same start."""
     torch.manual_seed(0)
-    model = Net()
-    theirs = TorchDDP(copy.deepcopy(model))
-    ours = dp_compile.DistributedDataParallel(model, config=CONFIG)
+    theirs, ours = TorchDDP(model := Net()), DistributedDataParallel(copy.deepcopy(model), config=CONFIG)
     return ours, torch.compile(ours, backend="aot_eager"), theirs
 
 
@@ -416,8 +385,7 @@ def test_errors_reach_a_rank_without_inputs(kind):
         train_on()
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_refusals():
+def test_join_refuses():
     inside, outside = (dp_compile.replicate(nn.Linear(2, 2), config=CONFIG) for _ in range(2))
     call = torch.compile(lambda x: outside(inside(x)), backend="aot_eager")
     with dp_compile.join(inside, enable=False):

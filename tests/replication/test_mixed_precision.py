@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import dp_compile
 
 pytestmark = pytest.mark.usefixtures("fake_group")
-
+unsupported = functools.partial(pytest.raises, dp_compile.UnsupportedModuleError)
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -50,13 +50,6 @@ def compile_parts(module):
     return module
 
 
-WAYS = {
-    "captured": compile_whole,
-    "in parts": compile_parts,
-    "eager hooks": compile_whole,
-}
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
     ("way", "policy"),
@@ -75,7 +68,7 @@ def test_as_fsdp(way, policy):
     theirs = copy.deepcopy(model)
     fully_shard(theirs, mp_policy=policy)
     dp_compile.replicate(model, config=AOT, mp_policy=policy)
-    ours = WAYS[way](model)
+    ours = (compile_parts if way == "in parts" else compile_whole)(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, theirs)]
     for step in range(3):
         # FSDP2 adds up in the dtype of the wire: of more than two in bf16 it loses bits, ours does not.
@@ -91,7 +84,6 @@ def test_as_fsdp(way, policy):
             assert one.dtype == F32, name
             if not one.requires_grad:
                 continue
-            assert one.grad.dtype == F32, name
             for mine, whole in ((one.grad, other.grad.full_tensor()), (one, other.full_tensor())):
                 # Parts add the uses of a tied weight in another order.
                 if is_exact:
@@ -102,7 +94,6 @@ def test_as_fsdp(way, policy):
             optimizer.step()
             optimizer.zero_grad()
     assert dp_compile.report(model).backwards[way if way == "eager hooks" else "captured"] == 3
-    dp_compile.unreplicate(model)
 
 
 def reference(model, *inputs, dtype=BF16, **kwargs):
@@ -114,12 +105,10 @@ def reference(model, *inputs, dtype=BF16, **kwargs):
 
 def assert_same_gradients(ours, theirs, **tolerance):
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if other.grad is None:
-            assert one.grad is None, name
-            continue
-        assert one.grad is not None, name
-        assert one.grad.dtype == one.dtype == other.dtype, name
-        torch.testing.assert_close(2 * one.grad, other.grad, **({"rtol": 0, "atol": 0} | tolerance))
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            assert one.grad.dtype == one.dtype == other.dtype, name
+            torch.testing.assert_close(2 * one.grad, other.grad, **({"rtol": 0, "atol": 0} | tolerance))
 
 
 def replicated(model, **options):
@@ -152,7 +141,6 @@ class TestForward:
         assert len(casts) == len(list(model.parameters())) + 1  # and the input
         names = {node.name for node in graph.graph.nodes if node.op == "placeholder"}
         assert "l_self_modules_norm_parameters_weight_" in names
-        dp_compile.unreplicate(model)
 
     def test_nobody_else_sees_the_casts(self):
         model = Net()
@@ -195,7 +183,6 @@ class TestForward:
                 assert all(isinstance(each, nn.Parameter) for each in model.parameters())
         model.fails = False
         assert run(X).dtype == BF16
-        dp_compile.unreplicate(model)
 
     def test_what_is_not_cast(self):
         class Mixed(nn.Module):
@@ -224,7 +211,6 @@ class TestForward:
         assert kept == [int64, complex64, BF16, BF16, F32, complex64, F32, int64]
         assert half == [True], "it has the dtype already"
         assert {each.grad.dtype for each in model.parameters()} == {F32, BF16, complex64}
-        dp_compile.unreplicate(model)
 
     def test_inputs_and_outputs(self):
         class Echo(nn.Module):
@@ -259,8 +245,7 @@ class Twice(nn.Module):
         self.how = lambda block, x: block(x)
 
     def forward(self, x):
-        x = self.how(self.block, self.norm(self.first(x)))
-        return self.block(x)
+        return self.block(self.how(self.block, self.norm(self.first(x))))
 
 
 checkpointed = functools.partial(checkpoint, use_reentrant=False)
@@ -299,7 +284,6 @@ class TestModules:
             backward(run(X))
             assert_same_gradients(model, twin, rtol=0.01, atol=1e-4)
             assert all(isinstance(each, nn.Parameter) for each in model.parameters())
-        dp_compile.unreplicate(model)
 
     @pytest.mark.parametrize(
         "build", [lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), lambda: nn.LSTM(6, 6)]
@@ -321,32 +305,18 @@ class TestModules:
         dp_compile.unreplicate(model)
         copy.deepcopy(model)
 
-    @pytest.mark.parametrize(("dtype", "expected", "compiled"), [(BF16, 1.0, False), (F32, 1.0 + 2**-7, True)])
-    def test_micro_steps_are_added_up_in_the_parameters_dtype(self, dtype, expected, compiled):
+    @pytest.mark.parametrize(
+        ("dtype", "expected", "run_of"), [(BF16, 1.0, not_compiled), (F32, 1 + 2**-7, compile_whole)]
+    )
+    def test_micro_steps_are_added_up_in_the_parameters_dtype(self, dtype, expected, run_of):
         """Gradients of one and four times 2**-9, computed in bfloat16, which has no place for them next to a one."""
         model = replicated(nn.Linear(1, 1, bias=False).to(dtype), reduce_dtype=F32)
-        run = compile_whole(model) if compiled else model
+        run = run_of(model)
         for micro, value in enumerate([1.0] + 4 * [2.0**-9]):
             model.set_requires_gradient_sync(micro == 4)
             run(torch.full((1, 1), value, dtype=dtype)).float().sum().backward()
         assert model.weight.grad.dtype == dtype
         assert 2 * float(model.weight.grad) == expected
-        dp_compile.unreplicate(model)
-
-    def test_the_wrapper(self):
-        torch.manual_seed(0)
-        model = Net()
-        twin = copy.deepcopy(model)
-        backward(reference(twin, X))
-        policy = MixedPrecisionPolicy(BF16)
-        wrapper = dp_compile.DistributedDataParallel(model, mp_policy=policy, config=AOT)
-        assert type(wrapper.module) is Net
-        assert torch.compile(wrapper, backend="aot_eager", fullgraph=True)(X).dtype == BF16
-        backward(wrapper(X))
-        assert_same_gradients(wrapper, twin)
-        assert wrapper.module(X).dtype == F32
-        dp_compile.unreplicate(wrapper)
-        assert wrapper(X).dtype == F32
 
     def test_hooks_and_backwards(self):
         """Hooks of the user see gradients in the parameter's dtype, local and without rounding."""
@@ -360,7 +330,6 @@ class TestModules:
         assert not model._dp_compile_precision._kept, "nothing waits for a backward"
         with torch.autocast("cpu", FP16):
             assert model(X).dtype == FP16, "autocast wins inside operators"
-        dp_compile.unreplicate(model)
 
 
 class TestRefused:
@@ -395,8 +364,5 @@ class TestRefused:
                 return super().forward(x)
 
         model = replicated(nn.Sequential(Moving(6, 6)))
-        with pytest.raises(
-            dp_compile.UnsupportedModuleError, match=r"changed its parameter bias in place\. .*replicate\(\) first"
-        ):
+        with unsupported(match=r"changed its parameter bias in place\. .*replicate\(\) first"):
             model(X)
-        dp_compile.unreplicate(model)

@@ -4,19 +4,19 @@ import copy
 import dataclasses
 import gc
 import math
-import pydoc
 import re
 import time
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import same_on_all_ranks
+from parity import AOT, same_on_all_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -29,6 +29,8 @@ import dp_compile
 from dp_compile.config import HOOK_VARIABLE, MONITOR_VARIABLE, ReplicateConfig, monitor_after_s
 from dp_compile.errors import ConfigError
 from dp_compile.replication.module import replica_of
+
+unsupported = partial(pytest.raises, dp_compile.UnsupportedModuleError)
 
 
 class Net(nn.Module):
@@ -70,7 +72,7 @@ class TestLocal:
         model.body[0].double()
         dp_compile.unreplicate(model)
         model.body.requires_grad_(False).to("meta")
-        with pytest.raises(dp_compile.UnsupportedModuleError, match=r"body\.0\.weight is on the meta device"):
+        with unsupported(match=r"body\.0\.weight is on the meta device"):
             dp_compile.replicate(model)(torch.ones(1, 4))
 
     def test_bad_input(self):
@@ -97,12 +99,10 @@ class TestLocal:
         """As torch's DDP does for torchrec and TRL."""
         model = Net()
         model._ddp_params_and_buffers_to_ignore = ["body.0.weight", "steps"]
-        for replica in (
-            replica_of(dp_compile.replicate(model)),
-            replica_of(dp_compile.DistributedDataParallel(dp_compile.unreplicate(model))),
-        ):
-            assert replica.names == ("body.0.bias", "head.weight", "head.bias")
-            assert replica.buffers == ()
+        for wrap in (dp_compile.replicate, dp_compile.DistributedDataParallel):
+            replica = replica_of(wrap(model))
+            assert (replica.names, replica.buffers) == (("body.0.bias", "head.weight", "head.bias"), ())
+            dp_compile.unreplicate(model)
 
     def test_unreplicate_of_the_wrapper(self):
         inner = Net()
@@ -112,19 +112,17 @@ class TestLocal:
         gc.collect()
         assert gone() is None
         assert not inner._forward_pre_hooks
-        for module in (inner, wrapped):
-            with pytest.raises(dp_compile.UnsupportedModuleError, match="is not replicated"):
-                module.no_sync().__enter__() if module is wrapped else dp_compile.no_sync(module).__enter__()
+        for no_sync in (wrapped.no_sync, partial(dp_compile.no_sync, inner)):
+            with unsupported(match="is not replicated"), no_sync():
+                pass
         assert wrapped(torch.ones(1, 4)).shape == (1, 2)
         dp_compile.replicate(inner)
 
     def test_replicate_twice(self):
         model = dp_compile.replicate(Net())
-        with pytest.raises(
-            dp_compile.UnsupportedModuleError, match=r"Net is replicated already\. Call dp_compile\.unreplicate"
-        ):
+        with unsupported(match=r"Net is replicated already\. Call dp_compile\.unreplicate"):
             dp_compile.replicate(model)
-        with pytest.raises(dp_compile.UnsupportedModuleError, match="weight is replicated already"):
+        with unsupported(match="weight is replicated already"):
             dp_compile.replicate(model.head)
         parts = Net()
         dp_compile.replicate(parts.head, bucket_cap_mb=2)
@@ -132,25 +130,22 @@ class TestLocal:
         assert replica_of(parts).names == ("body.0.weight", "body.0.bias")
         assert (replica_of(parts.head).names, replica_of(parts.head).config.bucket_cap_mb) == (("weight", "bias"), 2)
 
-    def test_managed_by_fully_shard(self):
+    def test_managed_by_torch(self):
         model = Net()
         fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
         dp_compile.replicate(model)
         assert replica_of(model).names == ("body.0.weight", "body.0.bias")
-        with pytest.raises(dp_compile.UnsupportedModuleError, match="Linear is managed by fully_shard already"):
+        with unsupported(match="Linear is managed by fully_shard already"):
             dp_compile.replicate(model.head)
-        with pytest.raises(dp_compile.UnsupportedModuleError, match=r"has no parameter .* and fully_shard"):
+        with unsupported(match=r"has no parameter .* and fully_shard"):
             dp_compile.replicate(nn.Sequential(model.head))
-
-    def test_managed_by_torch_replicate(self):
         model = Net()
         torch_replicate(model.head)
-        with pytest.raises(dp_compile.UnsupportedModuleError, match="submodule head is managed by torch's replicate"):
+        with unsupported(match="submodule head is managed by torch's replicate"):
             dp_compile.replicate(model)
         dp_compile.replicate(model, ignored_modules=[model.head])
 
     def test_buckets_end_where_a_policy_says(self):
-
         def blocks():
             model = nn.Sequential(nn.Embedding(10, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in "ab"))
             model.append(nn.Linear(8, 10))
@@ -175,12 +170,9 @@ class TestLocal:
             dp_compile.replicate(Net(), device_mesh=mesh, process_group=dist.group.WORLD)
         model = dp_compile.replicate(Net(), device_mesh=mesh["inner"])
         assert replica_of(model).group.world_size == 2
-
-
-def test_no_process_group(monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    with pytest.raises(dp_compile.ConfigError, match="init_process_group"):
-        dp_compile.replicate(Net())
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            with pytest.raises(dp_compile.ConfigError, match="init_process_group"):
+                dp_compile.replicate(Net())
 
 
 @on_ranks("ranks")
@@ -192,13 +184,6 @@ def test_first_rank_is_copied():
     dp_compile.replicate(model)
     assert model.steps.item() == 5
     same_on_all_ranks(model)
-
-
-class Ordered(nn.Module):
-    def __init__(self, names):
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.ones(2)))
 
 
 def fails(**_):
@@ -228,7 +213,7 @@ def disagree(kinds):
     for how, (options, _) in kinds.items():
         model = Net(width=6 if second and how == "shape" else 4)
         if how == "parameter order":
-            model = Ordered("ba" if second else "ab")
+            model = nn.ParameterDict([(name, torch.ones(2)) for name in ("ba" if second else "ab")])
         model.requires_grad_(not (second and how == "frozen"))
         own = options if second else {"mp_policy": POLICIES[0]} if how == "policy" else {}
         start = time.monotonic()
@@ -278,7 +263,7 @@ def test_a_call_that_another_rank_does_not_make(call):
 @on_ranks("ranks")
 def test_a_step_after_the_end_of_the_group():
     group = dist.new_group(list(range(dist.get_world_size())), group_desc="short-lived")
-    model = dp_compile.replicate(Net(), process_group=group, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    model = dp_compile.replicate(Net(), process_group=group, config=AOT)
     call = torch.compile(model, backend="aot_eager")
     call(torch.ones(1, 4)).sum().backward()
     dist.destroy_process_group(group)
@@ -296,7 +281,7 @@ def test_beside_fully_shard():
     model = Net()
     alone = copy.deepcopy(model)
     fully_shard(model.body)
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    dp_compile.replicate(model, config=AOT)
     run = torch.compile(model, backend="aot_eager")
     batches = [torch.full((2, 4), 1.0 + rank) for rank in range(2)]
     run(batches[dist.get_rank()]).square().mean().backward()
@@ -318,13 +303,12 @@ def test_beside_fully_shard():
 def test_a_backward_that_cannot_be_reduced(how, message):
     model = Net()
     model.head = nn.Linear(4, 4)
-    config = dp_compile.ReplicateConfig(backend="aot_eager")
     if how == "tied later":
-        dp_compile.replicate(model, config=config)
+        dp_compile.replicate(model, config=AOT)
         model.head.weight = model.body[0].weight
     else:
         fully_shard(model.body)
-        dp_compile.replicate(model.head, config=config)
+        dp_compile.replicate(model.head, config=AOT)
     with pytest.raises(dp_compile.ReductionError, match=re.escape(message)):
         torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
 
@@ -343,27 +327,17 @@ def test_what_is_not_allowed():
     assert ReplicateConfig(bucket_cap_mb=math.inf).bucket_cap_mb == math.inf
 
 
-@pytest.mark.parametrize(("text", "meaning"), [("", 30.0), ("0.5", 0.5), ("0", None), (" Off ", None)])
-def test_when_the_monitor_warns(text, meaning, monkeypatch):
-    monkeypatch.setenv(MONITOR_VARIABLE, text)
-    assert monitor_after_s() == meaning
+def test_variables_of_the_environment(monkeypatch):
+    for text, meaning in (("", 30.0), ("0.5", 0.5), ("0", None), (" Off ", None)):
+        monkeypatch.setenv(MONITOR_VARIABLE, text)
+        assert monitor_after_s() == meaning
     monkeypatch.setenv(MONITOR_VARIABLE, "soon")
     with pytest.raises(ConfigError, match=f"{MONITOR_VARIABLE} must be seconds >= 0 or off, got 'soon'"):
         monitor_after_s()
-
-
-@pytest.mark.parametrize(
-    ("option", "variable", "expected"),
-    [(None, "", True), (None, " Yes ", True), (None, "OFF", False), (True, "0", True), (False, "1", False)],
-)
-def test_which_setting_of_the_hook_wins(option, variable, expected, monkeypatch):
-    monkeypatch.setenv(HOOK_VARIABLE, variable)
-    assert ReplicateConfig(ddp_python_hook=option).uses_python_hook() is expected
+    cases = [(None, "", True), (None, " Yes ", True), (None, "OFF", False), (True, "0", True), (False, "1", False)]
+    for option, text, expected in cases:
+        monkeypatch.setenv(HOOK_VARIABLE, text)
+        assert ReplicateConfig(ddp_python_hook=option).uses_python_hook() is expected
     monkeypatch.setenv(HOOK_VARIABLE, "maybe")
     with pytest.raises(ConfigError, match=r"DP_COMPILE_DDP_PYTHON_HOOK must be one of 0, 1, false.*got"):
         ReplicateConfig().uses_python_hook()
-
-
-def test_each_option_is_documented_with_its_type():
-    text = pydoc.render_doc(ReplicateConfig)
-    assert all(f"{field.name}: `" in text for field in dataclasses.fields(ReplicateConfig))
