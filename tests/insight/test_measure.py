@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo import utils as dynamo_utils
 
 import dp_compile
-from dp_compile._torch import compiler, distributed
+from dp_compile._torch import compiler, distributed, dynamo
 from dp_compile.cli.main import main
 from dp_compile.engine.ranges import LAUNCH, WAIT, BucketRanges, members_in_short
 from dp_compile.insight.explain import SHORTEST_S, Explanation
@@ -179,14 +179,21 @@ def train_with(run, optimizer, times):
 
 @pytest.fixture(scope="module")
 def seen(fake_group):
-    """Each way once: compiled, then measured in three backwards."""
+    """Each way once: compiled and dumped, then measured in three backwards."""
     found = {}
     for way, options in WAYS.items():
         smallest = dataclasses.replace(CONFIG, bucket_cap_mb=0.0002)
         model, run = made(smallest, "dp_compile" if "overlap_forward" in options else "aot_eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         dp_compile.optim.in_backward(model, optimizer, **options)
-        train_with(run, optimizer, 2)
+        shown = {}
+        with (
+            mock.patch.object(dynamo, "structured_trace_is_on", return_value=True),
+            mock.patch.object(dynamo, "trace_artifact", lambda name, text, shown=shown: shown.update({name: text})),
+        ):
+            train_with(run, optimizer, 2)
+        graphs = [name for name in shown if "# As torch prints it" in shown[name]]
+        assert graphs == [*shown][1:-1]  # all but plan and code
         with dp_compile.measure(model) as measurement:
             train_with(run, optimizer, 3)
         step, report, explanation = step_of(model), dp_compile.report(model).updates, dp_compile.explain(model)
