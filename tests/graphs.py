@@ -18,7 +18,7 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD, EagerOps, emit, finished, reduce_bucket, view_of
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.backends import NCCL, Backend
-from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, plan_buckets
+from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, bucket_of, plan_buckets
 from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
 
@@ -69,13 +69,13 @@ class Grad:
         return made.copy_(torch.randn(self.shape, generator=generator))
 
 
-def plan_for(grads, cap=float("inf"), first_cap=None, layout=PACKED):
+def plan_for(grads, cap=float("inf"), first_cap=None, alignment_bytes=PACKED):
     """A plan in the given order; caps in bytes."""
     return plan_buckets(
         [grad.spec for grad in grads],
         bucket_cap_mb=cap / BYTES_PER_MB,
         first_bucket_cap_mb=(cap if first_cap is None else first_cap) / BYTES_PER_MB,
-        layout=layout,
+        alignment_bytes=alignment_bytes,
     )
 
 
@@ -96,7 +96,7 @@ class Unreduced(fx.Interpreter):
         grad, index, replica = args[:3]
         spec = self.gradients[replica, index]
         rows = torch.empty(spec.shape, device="meta").stride()
-        bucket = PACKED.bucket([replaced(spec, stride=rows)])
+        bucket = bucket_of([replaced(spec, stride=rows)], PACKED)
         reduced = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
         return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced))
 
@@ -118,9 +118,9 @@ def is_all_reduce(node):
 
 
 def launches(graph):
-    """The buckets in the order in which a graph launches them: `replica.module.number`."""
+    """The buckets in the order in which a graph launches them: `replica.number`."""
     found = [provenance_of(node) for node in graph.nodes if is_all_reduce(node)]
-    return [provenance.unit for provenance in found if provenance is not None]
+    return ["{}.{}".format(*provenance.unit) for provenance in found if provenance is not None]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from graphs import bucket_key
 
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import BucketPlan, GradientSpec, bucket_of
 from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.planner import ReadyTimes
 from dp_compile.plan.reduction import Averaging, Levels
-
-LAYOUT = Layout(64)
 
 
 def step_of_buckets(n_buckets, *, backward_s=0.05):
@@ -24,7 +22,7 @@ def step_of_buckets(n_buckets, *, backward_s=0.05):
         for rows in [shuffled.choice((64, 256, 1024, 2048))]
     ]
     parts = [gradients[at : at + 4] for at in range(0, total, 4)]
-    plan = BucketPlan(tuple(LAYOUT.bucket(part) for part in parts))
+    plan = BucketPlan(tuple(map(bucket_of, parts)))
     cost = AllReduceCost(0.2 * backward_s / n_buckets, 1.05 * backward_s / plan.nbytes)
     ready = ReadyTimes({index: (total - index) / total for index in range(total)}, backward_s, "measured")
     return Step("python hooks", "optimal", 8, NCCL, "cuda", plan, ready, cost, "measured on this group")

@@ -120,9 +120,9 @@ def lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _lowerings[op](*args, **kwargs)
 
 
-def lower_as_call(op: Any, *args: Any) -> Any:
+def lower_as_call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of an op that is no kernel of Inductor's, among its tensors."""
-    return _fallback_handler(op, add_to_fallback_set=False)(*args)
+    return _fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
 
 
 def run_first(buffer: Any, users: Sequence[Any]) -> None:

@@ -28,14 +28,14 @@ from dp_compile.averaging.exchange import Exchange
 from dp_compile.decentralized.topologies import Edge, Topology
 from dp_compile.errors import ReductionError, require
 from dp_compile.passes.reduction import view_of
-from dp_compile.plan.buckets import Bucket, BucketPlan, Layout, plan_buckets
+from dp_compile.plan.buckets import Bucket, BucketPlan, plan_buckets
 from dp_compile.plan.words import count
 from dp_compile.replica.gradients import tensor_spec
 from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica
 from dp_compile.replica.sinks import UpdateRequest, Updates
 
-LAYOUT: Final = Layout(alignment_bytes=128)
+ALIGNMENT_BYTES: Final = 128
 """Of parameters in their bucket. Inductor copies an input that is less aligned than the one it compiled for."""
 
 
@@ -45,7 +45,9 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
         require(not parameter.is_complex(), name, "real to be mixed: hold two real parameters", parameter.dtype)
         specs.append(tensor_spec(index, name, parameter, group))
-    return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb, first_bucket_cap_mb=bucket_mb, layout=LAYOUT)
+    return plan_buckets(
+        specs[::-1], bucket_cap_mb=bucket_mb, first_bucket_cap_mb=bucket_mb, alignment_bytes=ALIGNMENT_BYTES
+    )
 
 
 @dataclass(eq=False, slots=True)

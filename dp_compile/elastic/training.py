@@ -447,7 +447,7 @@ def plan_facts(replica: Replica) -> dict[str, Any]:
 def take_plan(replica: Replica, facts: Mapping[str, Any]) -> None:
     """Make the plan that another rank has."""
     replica.group = replace(replica.group, measured=AllReduceCost.from_dict(facts["cost"]))
-    if facts["is final"] and replica.planning.layout is not None:
+    if facts["is final"] and replica.planning.strategy == "optimal":
         replica.planning.awaits_graph, ready = False, ReadyTimes.from_json(facts["ready"])
         planned = plan_from_times(replica, ready)
         if planned.plan.signature() != replica.plan.signature():

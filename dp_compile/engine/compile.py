@@ -39,10 +39,9 @@ from dp_compile.engine.plan_sync import meet_before_launch
 from dp_compile.engine.ranges import BACKWARD, COMPILE, BucketRanges, during
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.crossing import DeferReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.memory import Running
-from dp_compile.passes.pipeline import OwnMemory, Pipeline
+from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassResult
 from dp_compile.passes.updates import PlaceUpdates
 from dp_compile.replica.gradients import lay_out
@@ -125,11 +124,10 @@ class CompiledBackward:
         return outputs
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """In the order of `with_reductions`: factors; per replica flags and old gradients of unused parameters."""
+        """In the order of `with_reductions`: per replica flags and old gradients of unused parameters."""
         for ordinal in self._synced:
             for index in sorted(replicas[ordinal].module.dtensors.intersection(self._unused[ordinal])):
                 lay_out(replicas[ordinal].parameters[index])  # of earlier backwards, without synchronisation
-            yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             used = self._used[ordinal]
@@ -247,24 +245,19 @@ class CompiledBackward:
         results, placements = list[PassResult](), list[Placement]()
 
         def note_written(written: Written) -> None:
-            replica, number = map(int, written.unit.split("."))
+            replica, number = written.unit
             member = self._plans[replica].buckets[number].members[written.position]
             placements.append(Placement(member.gradient.name, member.gradient.nbytes, written.is_copied))
 
         passes = (*DEFAULT_PASSES, PlaceUpdates(shares)) if self._updates else DEFAULT_PASSES
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         on_stage = None if dump is None else dump.stage
-        pipeline = Pipeline(passes, self._plans, results.append, held, on_stage)
-        # In front of all that the pipeline verifies: a copy that it makes is a gradient's source for the passes.
-        whole = inductor.ChainedPass(inductor.Keyed(OwnMemory()), pipeline)
-        crosses = tuple(tuple(each.crosses for each in wanted) for wanted in self._binding.wanted)
-        if self._updates and any(map(any, crosses)):
-            # After all of it: every reduction has its wait until here.
-            whole = inductor.ChainedPass(whole, inductor.Keyed(DeferReductions(self._plans, crosses)))
+        crosses = [[each.crosses for each in wanted] for wanted in self._binding.wanted]
+        pipeline = Pipeline(passes, self._plans, results.append, held, crosses, on_stage)
         is_inductor = self._replicas[0].config.backend == "inductor"
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
         with observing(note_written):
-            compiled = compile_graph(graph_module, example_inputs, whole, None if dump is None else dump.code)
+            compiled = compile_graph(graph_module, example_inputs, pipeline, None if dump is None else dump.code)
         # Another one if Dynamo starts again: it throws away what it compiled before.
         self._record = self._record_of(results[-1] if results else None, tuple(placements))
         return compiled

@@ -177,12 +177,6 @@ class _Builder:
         self.position = captured.input_count
         self.parameters: dict[GradientId, fx.Node] = {}  # that have a hook
         self.reductions: dict[GradientId, fx.Node] = {}  # that are in the graph
-        self.factors: dict[GradientId, tuple[fx.Node, ...]] = {}  # that are given when the code runs
-        for ordinal in wanted.synced:
-            plan = replicas[ordinal].plan
-            given = {each: tuple(self.take() for _ in range(each.given)) for each in plan.given_reductions()}
-            for gradient in plan.gradients if given else ():
-                self.factors[ordinal, gradient.index] = given.get(gradient.key.reduction, ())
 
     def take(self) -> fx.Node:
         """The next of the tensors that follow the engine's (`CompiledBackward._extra_inputs`).
@@ -216,8 +210,7 @@ class _Builder:
                     reduce = reduce_to_update
                 self.parameters[place] = parameter
                 with self.graph.inserting_after(last):
-                    given: tuple[Any, ...] = (parameter, existing, place[1], place[0], *self.factors.get(place, ()))
-                    self.reductions[place] = self.graph.call_function(reduce, given)
+                    self.reductions[place] = self.graph.call_function(reduce, (parameter, existing, place[1], place[0]))
             node.replace_all_uses_with(parameter)
             self.graph.erase_node(node)
 
@@ -227,9 +220,7 @@ class _Builder:
         for ordinal in self.wanted.synced:
             replica, done = self.replicas[ordinal], dict[int, fx.Node]()
             for index in (len(replica.parameters), *self.wanted.unused[ordinal]):
-                factors = self.factors.get((ordinal, index), ())
-                given: tuple[Any, ...] = (self.source(ordinal, index), index, ordinal, *factors)
-                done[index] = self.graph.call_function(emit, given)
+                done[index] = self.graph.call_function(emit, (self.source(ordinal, index), index, ordinal))
             scattered = replica.after.scattered
             self.reductions |= {(ordinal, index): node for index, node in done.items() if index in scattered}
             results += [node for index, node in done.items() if index not in scattered]
@@ -249,16 +240,14 @@ class _Builder:
         )
 
 
-def reduce_accumulated(
-    parameter: nn.Parameter, existing: bool, index: int, replica: int, *factors: torch.Tensor
-) -> torch.Tensor:
+def reduce_accumulated(parameter: nn.Parameter, existing: bool, index: int, replica: int) -> torch.Tensor:
     """Traced after a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
 
     A hook may have dropped it: then this rank adds zeros, as with torch's DDP.
     """
     in_place = (existing and parameter.grad is not None) or parameter.is_complex()
     grad = _accumulated(parameter)
-    reduced = emit(real_view(grad), index, replica, *factors)
+    reduced = emit(real_view(grad), index, replica)
     if in_place:
         real_view(grad).copy_(reduced)
         parameter.grad = grad
@@ -267,12 +256,10 @@ def reduce_accumulated(
     return reduced
 
 
-def reduce_local_tensor(
-    parameter: Any, existing: bool, index: int, replica: int, *factors: torch.Tensor
-) -> torch.Tensor:
+def reduce_local_tensor(parameter: Any, existing: bool, index: int, replica: int) -> torch.Tensor:
     """As `reduce_accumulated`, for a DTensor: of its gradient, laid out as it is, the part that this rank holds."""
     grad: Any = redistributed_as(parameter, _accumulated(parameter))
-    reduced = emit(grad.to_local(), index, replica, *factors)
+    reduced = emit(grad.to_local(), index, replica)
     result = from_part(reduced, parameter)
     if existing and parameter.grad is not None:
         grad.copy_(result)
@@ -282,11 +269,9 @@ def reduce_local_tensor(
     return reduced
 
 
-def reduce_to_update(
-    parameter: nn.Parameter, existing: bool, index: int, replica: int, *factors: torch.Tensor
-) -> torch.Tensor:
+def reduce_to_update(parameter: nn.Parameter, existing: bool, index: int, replica: int) -> torch.Tensor:
     """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
-    reduced = emit(_accumulated(parameter), index, replica, *factors)
+    reduced = emit(_accumulated(parameter), index, replica)
     parameter.grad = None
     return reduced
 
@@ -393,11 +378,11 @@ class _PlainGraph:
         self.gradients[position] = self._call(operator.getitem, (accumulated, 0), node.name)
         return self.gradients[position]
 
-    def _reduce(self, parameter: fx.Node, existing: bool, index: int, replica: int, *factors: fx.Node) -> fx.Node:
+    def _reduce(self, parameter: fx.Node, existing: bool, index: int, replica: int) -> fx.Node:
         position = position_of(parameter)
         if position not in self.gradients or self._inputs[position].is_complex():
             raise NotPlain("complex numbers, or a gradient that a hook dropped")
-        reduced = self._call(REDUCE_GRAD, (self.gradients[position], index, replica, *factors), "reduced")
+        reduced = self._call(REDUCE_GRAD, (self.gradients[position], index, replica), "reduced")
         if existing:
             self.graph.call_method("copy_", (self.gradients[position], reduced))
         else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import PlanResult, ReadyTimes, percent_above, plan_optimal
 from dp_compile.plan.words import count, format_bytes
@@ -67,12 +66,11 @@ def meet_before_launch(replicas: Iterable[Replica]) -> None:
 def plan_from_times(replica: Replica, times: ReadyTimes) -> PlanResult:
     """The plan from ready times: equal on ranks where these are equal."""
     group, planning = replica.group, replica.planning
-    assert planning.layout is not None
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     cost = replica.config.cost or group.cost
-    planned = plan_optimal(gradients, cost, times, planning.layout)
+    planned = plan_optimal(gradients, cost, times)
     if planning.for_next_forward:
-        return plan_crossing(planned, times, cost, Layout(ALIGNMENT_BYTES), lanes=group.backend.lanes)
+        return plan_crossing(planned, times, cost, cuts=True, lanes=group.backend.lanes)
     return planned
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,8 +25,8 @@ _ENDS: Final = {"placeholder": 0, "output": 2}
 class Provenance:
     """For which unit of work a pass made a node, and for which members of it."""
 
-    unit: str
-    members: tuple[str, ...] = ()
+    unit: tuple[int, int]
+    members: tuple[int, ...] = ()
 
 
 def insert_call(
@@ -36,7 +37,7 @@ def insert_call(
         node = graph.call_function(target, args)
     modes: list[Any] = []
     values: Any = map_arg(args, lambda argument: argument.meta["val"])
-    map_aggregate(values, lambda value: modes.append(getattr(value, "fake_mode", None)))
+    map_aggregate((values, before.meta.get("val")), lambda value: modes.append(getattr(value, "fake_mode", None)))
     with next(filter(None, modes), contextlib.nullcontext()):
         node.meta["val"] = target(*values)
     node.meta[PROVENANCE] = provenance
@@ -56,6 +57,18 @@ def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
     for user in {user: None for old in new for user in old.users}:
         user.args = map_arg(user.args, lambda node: new.get(node, node))
         user.kwargs = map_arg(user.kwargs, lambda node: new.get(node, node))
+
+
+def sources_of(nodes: Sequence[fx.Node], through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """These nodes, the inputs of those that are gone `through`, and so on; each once, nodes before their inputs'."""
+    found, queue = dict.fromkeys(nodes), deque(nodes)
+    while queue:
+        node = queue.popleft()
+        for each in node.all_input_nodes if through(node) else ():
+            if each not in found:
+                found[each] = None
+                queue.append(each)
+    return list(found)
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -11,6 +11,7 @@ results that are stored because they are used too often.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,18 +118,15 @@ class Footprint:
         """The most bytes that are alive at once if the graph's nodes run in this order."""
         nodes = list(order)
         last = {block: number for number, node in enumerate(nodes) for block in (*self.makes[node], *self.reads[node])}
-        alive: set[int] = set()
-        now, peak = 0, 0
+        made, changes = set[int](), [0] * (len(nodes) + 1)
         for number, node in enumerate(nodes):
-            now += sum(self.nbytes[block] for block in {*self.makes[node]} - alive)
-            alive |= {*self.makes[node]}
-            peak = max(peak, now)
-            if node.op != "placeholder":  # all inputs are there when the first node runs
-                used = alive.intersection(self.makes[node] + self.reads[node]).difference(self.stay)
-                freed = {block for block in used if last[block] == number}
-                alive -= freed
-                now -= sum(self.nbytes[block] for block in freed)
-        return peak
+            for block in {*self.makes[node]} - made:
+                made.add(block)
+                changes[number] += self.nbytes[block]
+                # All inputs are there when the first node runs.
+                if block not in self.stay and nodes[last[block]].op != "placeholder":
+                    changes[last[block] + 1] -= self.nbytes[block]
+        return max(itertools.accumulate(changes))
 
 
 def hold(graph: fx.Graph, held: Sequence[bool]) -> None:

@@ -143,7 +143,7 @@ def _explained(step: Step) -> Iterator[ExplainedBucket]:
     planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
     seen: Sequence[MeasuredBucket | None] = (step.measured.buckets if step.measured is not None else ()) or alone
     latest_s, last, place = -1.0, "", 0
-    for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_members(), strict=True)):
+    for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_gradients(), strict=True)):
         if (own_s := max(each.ready_s for each in times)) >= latest_s:
             ready = [each for each, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
             released_by = [each for each in ready if each.gradient.name != UNUSED_FLAGS] or ready

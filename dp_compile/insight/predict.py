@@ -11,11 +11,11 @@ from typing import Final
 
 from dp_compile.errors import ConfigError, require, require_integer
 from dp_compile.insight.step import BYTES, Step
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
-from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_tree, with_levels
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, bucket_of
+from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, link, ring_or_tree, with_levels
 from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.planner import plan_fixed, plan_optimal
-from dp_compile.plan.reduction import stages_of
+from dp_compile.plan.reduction import ALL_REDUCE, Stage
 from dp_compile.plan.words import count
 from dp_compile.replica.record import SHARDED
 
@@ -62,7 +62,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
     if inside > 1 and (ranks <= inside or ranks % inside):
         raise ConfigError(f"{ranks} ranks do not fill two nodes or more of {inside}. Give a multiple of {inside}.")
     if name is not None:
-        cost = link(name).cost(ranks, formula=ring_or_tree)
+        cost = link(name).cost(ranks, hops=ring_or_tree)
         if inside == 1:
             return cost, f"{name}, nominal, not measured"
         cost = with_levels(cost, link(LINK_INSIDE), link(name), ranks_inside=inside, nodes=ranks // inside)
@@ -85,12 +85,12 @@ def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_i
     require_integer("from_ranks", from_ranks, 2)
     if to_ranks == 1:
         return AllReduceCost(0.0, 0.0)
-    lines = [line(ring_or_tree, ranks, launch_s=1.0, hop_s=1.0, busbw=1.0) for ranks in (from_ranks, to_ranks)]
-    hops, launch_s, between = [each.alpha_s - 1.0 for each in lines], min(LAUNCH_US * 1e-6, cost.alpha_s), cost.between
+    launch_s, between = min(LAUNCH_US * 1e-6, cost.alpha_s), cost.between
     if between is not None and from_ranks > ranks_inside:
         between = extrapolated(between, from_ranks=from_ranks // ranks_inside, to_ranks=to_ranks // ranks_inside)
-    alpha_s = launch_s + (cost.alpha_s - launch_s) * hops[1] / hops[0]
-    beta_s_per_byte = cost.beta_s_per_byte * lines[1].beta_s_per_byte / lines[0].beta_s_per_byte
+    alpha_s = launch_s + (cost.alpha_s - launch_s) * ring_or_tree(to_ranks) / ring_or_tree(from_ranks)
+    sent = [2 * (ranks - 1) / ranks for ranks in (from_ranks, to_ranks)]  # as a share of the bytes
+    beta_s_per_byte = cost.beta_s_per_byte * sent[1] / sent[0]
     return AllReduceCost(alpha_s, beta_s_per_byte, cost.inside, between)
 
 
@@ -103,28 +103,23 @@ def sent_in(step: Step, dtype: str) -> Step:
         reduction = replace(gradient.key.reduction, wire=None if dtype == gradient.key.dtype else dtype)
         if reduction.hook is not None:
             reduce_op = reduction.stages[0].reduce_op or "sum"  # a hook may add up itself
-            reduction = replace(reduction, stages=stages_of("", step.backend, None, reduce_op), hook=None)
+            reduction = replace(reduction, stages=(Stage(ALL_REDUCE, "", reduce_op),), hook=None)
         if reduction == gradient.key.reduction:
             return gradient
         return replace(gradient, itemsize=BYTES[dtype], key=gradient.key._replace(reduction=reduction), sent=())
 
-    layout = Layout(ALIGNMENT_BYTES)
-    buckets = (layout.bucket([change(member.gradient) for member in bucket.members]) for bucket in step.plan.buckets)
+    buckets = (bucket_of([change(member.gradient) for member in bucket.members]) for bucket in step.plan.buckets)
     plan = replace(step.plan, buckets=tuple(buckets))
     return step if plan.gradients == step.plan.gradients else _with_plan(step, plan)
 
 
 def replanned(step: Step, cap_mb: float | None = None) -> Step:
     """The same step with new buckets: of `cap_mb` MiB, else planned for its cost and ready times."""
-    layout = Layout(ALIGNMENT_BYTES)
     gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
     ready = replace(step.ready, backward_s=step.backward_s)
-    if cap_mb is None:
-        planned = plan_optimal(gradients, step.cost, ready, layout)
-    else:
-        planned = plan_fixed(gradients, cap_mb, layout)
+    planned = plan_optimal(gradients, step.cost, ready) if cap_mb is None else plan_fixed(gradients, cap_mb)
     if step.left:
-        planned = plan_crossing(planned, ready, step.cost, layout if cap_mb is None else None, lanes=step.backend.lanes)
+        planned = plan_crossing(planned, ready, step.cost, cuts=cap_mb is None, lanes=step.backend.lanes)
     return _with_plan(step, planned.plan)
 
 

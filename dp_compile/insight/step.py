@@ -19,7 +19,7 @@ from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
+from dp_compile.plan.crossing import FORWARD_SHARE, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.crossing import jobs_of as crossing_jobs
 from dp_compile.plan.network import Job, Launch, ReadyGradient, jobs_of, launches, release_time_bound
@@ -224,8 +224,7 @@ class Step:
         """How long the backward computes: as believed or measured, else as long as its bytes take on the network."""
         if self.ready.backward_s is None and self.measured is not None:
             return self.measured.compute_s
-        members = (member for bucket in self.plan.buckets for member in bucket.members)
-        return backward_seconds(members, self.ready, self.cost)
+        return backward_seconds(self.plan.gradients, self.ready, self.cost)
 
     @property
     def forward_s(self) -> float:
@@ -283,24 +282,24 @@ class Step:
         """
         if self.has_two_halves:
             return max(self.backward_s, self.communication_s - self.forward_s)
-        gradients = [member for bucket in self.ready_members() for member in bucket]
+        gradients = [gradient for bucket in self.ready_gradients() for gradient in bucket]
         return release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s) + self._gather_s(1)
 
-    def ready_members(self) -> list[list[ReadyGradient]]:
-        """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
-        backward_s, left = self.backward_s, self.left  # each adds up something of every gradient
-        # Flags are launched first if something is left: they are known when a captured backward begins.
-        return [
-            ready_gradients(bucket.members, self.ready, 0.0 if left and _is_of_flags(bucket) else backward_s)
-            for bucket in self.plan.buckets
-        ]
+    def ready_gradients(self) -> list[list[ReadyGradient]]:
+        """The gradients of each bucket, with when they are ready, in seconds after the start of the backward."""
+        found, backward_s, left = [], self.backward_s, self.left  # each adds up something of every gradient
+        for bucket in self.plan.buckets:
+            # Flags are launched first if something is left: they are known when a captured backward begins.
+            until_s = 0.0 if left and _is_of_flags(bucket) else backward_s
+            found.append(ready_gradients([member.gradient for member in bucket.members], self.ready, until_s))
+        return found
 
     def jobs(self) -> list[Job]:
         """The buckets as jobs of the network."""
-        members = [member for bucket in self.ready_members() for member in bucket]
+        gradients = [gradient for bucket in self.ready_gradients() for gradient in bucket]
         ends = accumulate((len(bucket.members) for bucket in self.plan.buckets), initial=0)
         buckets = tuple(tuple(range(start, end)) for start, end in pairwise(ends))
-        return jobs_of(members, buckets, self.cost)
+        return jobs_of(gradients, buckets, self.cost)
 
     def to_json(self) -> str:
         data: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -366,13 +365,11 @@ def planned_buckets(step: Step) -> list[Launch]:
     buckets = step.plan.buckets
     given = buckets, step.ready, step.cost, step.backward_s
     jobs = crossing_jobs(*given, forward_s=step.forward_s, left=[buckets[number] for number in left])
-    return [
-        Launch(*each[:3], each.waited_s, needed_s=each.needed_s if number in left else None)
-        for number, each in enumerate(arrivals(jobs, lanes=step.backend.lanes))
-    ]
+    found = arrivals(jobs, step.backend.lanes)
+    return [each if number in left else each._replace(needed_s=None) for number, each in enumerate(found)]
 
 
-def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
+def gathers_under_the_forward(step: Step) -> list[Launch]:
     """All-gathers that start when all is reduced and updated, in the order in which the next forward reads."""
     from_s = max([step.backward_s, *(bucket.finish_s for bucket in planned_buckets(step))])
     jobs = []

@@ -48,7 +48,7 @@ def events_of(step: Step) -> list[Event]:
 
 def _planned(step: Step) -> Iterator[Event]:
     buckets, exposed = planned_buckets(step), []
-    several = len(links_of(member.loads for bucket in step.plan.buckets for member in bucket.members)) > 1
+    several = len(links_of(gradient.loads for gradient in step.plan.gradients)) > 1
     for number, each in enumerate(buckets):
         for link, start_s, finish_s, waited_s in each.stages or ((WHOLE, *each[1:4]),):
             lanes = [lane for name, lane in LINK_LANES.items() if link in (name, WHOLE)] if several else [NETWORK]

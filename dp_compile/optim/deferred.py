@@ -223,9 +223,7 @@ class PendingUpdate(Pending):
         for number, bucket, launched in self.launched:
             with during_bucket(WAIT, self.replica, number, bucket):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
-            ops = EagerOps(bucket, (), tensor.device)
-            _, post_scale = ops.factors(bucket.key.reduction)
-            tensor = restored(bucket, tensor, post_scale, ops)
+            tensor = restored(bucket, tensor, EagerOps(bucket, (), tensor.device))
             gradients |= {member.gradient.index: view_of(member, tensor) for member in bucket.members}
         kept = [parameter.grad for parameter in parameters]
         with during(UPDATE, self.replica), self.setup.only(parameters, options=self.options) as optimizer:

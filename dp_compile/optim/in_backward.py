@@ -187,7 +187,7 @@ def _plan_for(replica: Replica) -> None:
     group, planning = replica.group, replica.planning
     planning.for_next_forward = True
     now, cost = PlanResult(replica.plan, planning.certificate), replica.config.cost or group.cost
-    planned = plan_crossing(now, planning.ready, cost, planning.layout, lanes=group.backend.lanes)
+    planned = plan_crossing(now, planning.ready, cost, cuts=planning.strategy == "optimal", lanes=group.backend.lanes)
     statement = {"the plan with overlap_forward": planned.plan.signature()}
     check_consistent_in_call(replica, statement, "in_backward(overlap_forward=True)")
     replica.adopt(planned, planning.ready)

@@ -25,8 +25,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
-from dp_compile.passes.memory import PLACE, MemoryPlace
+from dp_compile.passes.memory import KEEPS
 from dp_compile.passes.reduction import (
+    FACTOR,
     FLAT_BUCKET,
     HOOK_STEP,
     GradReduction,
@@ -37,7 +38,7 @@ from dp_compile.passes.reduction import (
 )
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, Member
-from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
+from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -63,8 +64,8 @@ class BucketReductions:
             for number, bucket in enumerate(plans[replica].buckets):
                 parts = parts_of(bucket, reductions)
                 last = max((part.reduction.node for part in parts), key=position.__getitem__)
-                place = MemoryPlace(replica, number, plans[replica].keeps_memory)
-                ops = GraphOps(graph, last, bucket, parts, place, self.zero_gaps)
+                unit, keeps = (replica, number), plans[replica].keeps_memory
+                ops = GraphOps(graph, last, bucket, parts, unit, keeps, self.zero_gaps)
                 reduced, is_scattered = finished(reduce_bucket(bucket, ops)), bucket.key.reduction.is_scattered
                 for part in parts:
                     views[part.reduction.node] = reduced if is_scattered else ops.view_back(reduced, part)
@@ -81,20 +82,17 @@ class BucketReductions:
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
     """Launches in their order, each right after the wait for the stage before it."""
-    return [node for launch in launches for node in (*waits_before(launch), launch)]
+    return list(dict.fromkeys(node for launch in launches for node in (*waits_before(launch), launch)))
 
 
 def waits_before(launch: fx.Node) -> list[fx.Node]:
-    """The waits for the stage before a launch; none before the first, which is given a bucket."""
-    found: list[fx.Node] = []
-    stack = list(launch.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if collectives.is_wait(node):
-            found.append(node)
-        elif edit.provenance_of(node) is not None and node.target is not FLAT_BUCKET:
-            stack.extend(node.all_input_nodes)
-    return found
+    """The waits for the stages before a launch; none before the first, which is given a bucket."""
+
+    def is_between(node: fx.Node) -> bool:
+        is_ours = edit.provenance_of(node) is not None
+        return is_ours and node.target is not FLAT_BUCKET and not collectives.is_wait(node)
+
+    return list(filter(collectives.is_wait, edit.sources_of(launch.all_input_nodes, is_between)))
 
 
 def nan_check_is_on() -> bool:
@@ -146,21 +144,18 @@ def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Pa
 
 @dataclass(slots=True)
 class GraphOps:
-    """Puts into a graph, in front of a node, what `reduce_bucket` asks for. `place`: of the bucket's memory."""
+    """Puts into a graph, in front of a node, what `reduce_bucket` asks for. `unit`: replica and bucket, by position."""
 
     graph: fx.Graph
     before: fx.Node
     bucket: Bucket
     parts: list[Part]
-    place: MemoryPlace
+    unit: tuple[int, int]
+    keeps_memory: bool | None
     zero_gaps: bool
     launches: list[fx.Node] = field(default_factory=list)
 
-    @property
-    def unit(self) -> str:
-        return f"{self.place.replica}.{self.place.number}"
-
-    def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
+    def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[int, ...] = ()) -> fx.Node:
         provenance = edit.Provenance(self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
 
@@ -168,7 +163,7 @@ class GraphOps:
         """A reduced gradient as a view of its bucket, with the strides that it had when it was traced."""
         gradient, offset = part.member.gradient, part.member.offset
         shape, promised = list(gradient.shape), tuple(part.reduction.node.meta["val"].stride())
-        member = (str(part.number),)
+        member = (part.number,)
         # A dimension of size one may have any stride.
         alike = (size == 1 or a == b for size, a, b in zip(shape, promised, gradient.stride, strict=True))
         if 0 in shape or all(alike):
@@ -181,37 +176,31 @@ class GraphOps:
 
     def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
         gradients, group = [part.reduction.grad for part in self.parts], self.bucket.key.reduction.stages[0].group
-        step = self.make(HOOK_STEP, gradients, list(received), hook, group, self.place.replica, self.place.number)
+        step = self.make(HOOK_STEP, gradients, list(received), hook, group, *self.unit)
         return [self.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 
-    def factors(self, reduction: Reduction) -> tuple[float | fx.Node, float | fx.Node]:
-        given = self.parts[0].reduction.factors
-        if len(given) != reduction.given:
-            raise InvalidGraphError(
-                f"the reduction of {self.parts[0].member.gradient.name} is given {len(given)} factors, the plan says "
-                f"{reduction.given}"
-            )
-        scale = given[0] if reduction.given > 0 else reduction.scale
-        return scale, given[1] if reduction.given > 1 else reduction.post_scale
+    def factor(self, *, last: bool) -> fx.Node | None:
+        """The factor before or after the stages, if code asks for it when it runs; `None`: it is a constant."""
+        if self.bucket.key.reduction.given < (2 if last else 1):
+            return None
+        return self.make(FACTOR, *self.unit, last, self.parts[0].reduction.grad.meta["val"].device)
 
-    def fill(
-        self, scale: float | fx.Node, dtype: torch.dtype | None, given: Sequence[fx.Node] | None = None
-    ) -> fx.Node:
-        constant = scale if isinstance(scale, float) else 1.0
+    def fill(self, scale: float, dtype: torch.dtype | None, given: Sequence[fx.Node] | None = None) -> fx.Node:
+        factor = self.factor(last=False)
         if given is None:
-            put = [self.source_of(part, constant, dtype) for part in self.parts]
+            put = [self.source_of(part, scale if factor is None else 1.0, dtype) for part in self.parts]
         else:
             put = [(node, 1.0, part.member.gradient.stride) for node, part in zip(given, self.parts, strict=True)]
         offsets = [part.member.offset for part in self.parts]
-        numbers = tuple(str(part.number) for part in self.parts)
+        numbers = tuple(part.number for part in self.parts)
         gaps = self.zero_gaps and self.bucket.padding_nbytes > 0
-        more: tuple[Any, ...] = (gaps, dtype) if isinstance(scale, float) else (gaps, dtype, scale)
+        more: tuple[Any, ...] = gaps, dtype, factor
         while more and more[-1] in (None, False):  # as by default
             more = more[:-1]
-        sources, scales = [node for node, _, _ in put], [factor for _, factor, _ in put]
+        sources, scales = [node for node, _, _ in put], [each for _, each, _ in put]
         strides = [step for _, _, stride in put for step in stride]
         bucket = self.make(FLAT_BUCKET, sources, scales, strides, offsets, self.bucket.numel, *more, members=numbers)
-        bucket.meta[PLACE] = self.place
+        bucket.meta[KEEPS] = self.keeps_memory
         return bucket
 
     def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
@@ -249,11 +238,12 @@ class GraphOps:
         view = self.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])
         return self.make(aten.sum.dim_IntList, view, [0])
 
-    def restore(self, tensor: fx.Node, scale: float | fx.Node, dtype: torch.dtype) -> fx.Node:
-        if scale != 1.0:
-            widened = dtype_of_product if isinstance(scale, fx.Node) else torch.promote_types
+    def restore(self, tensor: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
+        factor = self.factor(last=True)
+        if factor is not None or scale != 1.0:
+            widened = torch.promote_types if factor is None else dtype_of_product
             tensor = self._cast(tensor, widened(tensor.meta["val"].dtype, dtype))
-            tensor = self.make(aten.mul.Tensor, tensor, scale)
+            tensor = self.make(aten.mul.Tensor, tensor, scale if factor is None else factor)
         return self._cast(tensor, dtype)
 
     def _cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:

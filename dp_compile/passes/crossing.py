@@ -25,14 +25,10 @@ from torch.fx.node import has_side_effect
 
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.passes.memory import make_op, nothing
 from dp_compile.passes.updates import UPDATE, Update, updates_by, updates_in
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.crossing import why_not_left
-
-_library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
-_library.define("wait_for_parameters(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
-_library.define("forward_starts(bool training, bool of_part) -> ()")
 
 
 class InFlight(Protocol):
@@ -65,19 +61,11 @@ def _leave(
     deferred.leave([(number, plan.buckets[number]) for number in buckets], indices, launched)
 
 
-def _nothing(*_: object) -> None:
-    """Fake tensors have no values to wait for."""
-
-
-_library.impl("leave_in_flight", _leave, "CompositeExplicitAutograd")
-_library.impl("wait_for_parameters", wait_for_parameters, "CompositeExplicitAutograd")
-_library.impl("forward_starts", _nothing, "CompositeExplicitAutograd")
-for _name in ("leave_in_flight", "wait_for_parameters", "forward_starts"):
-    torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
-
-LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
-WAIT_FOR_PARAMETERS = has_side_effect(torch.ops.dp_compile.wait_for_parameters.default)
-START = has_side_effect(torch.ops.dp_compile.forward_starts.default)
+_LEAVE = "leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()"
+_WAIT = "wait_for_parameters(Tensor(a!)[] parameters, Tensor? after=None) -> ()"
+LEAVE = has_side_effect(make_op(_LEAVE, _leave))
+WAIT_FOR_PARAMETERS = has_side_effect(make_op(_WAIT, wait_for_parameters))
+START = has_side_effect(make_op("forward_starts(bool training, bool of_part) -> ()", nothing))
 """Traced where the forward of a module or of a part starts, for the backend: see `take_starts_out`. Takes the module's
 mode: a forward that breaks in evaluation, where Dynamo keeps of it only that it does, is another code in training."""
 
@@ -98,61 +86,44 @@ def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
     return False in of_part, True in of_part
 
 
-@dataclass(frozen=True, slots=True)
-class DeferReductions:
-    """Let updates of whole buckets go on after a captured backward. The last pass: the graph then lacks waits.
+def defer_reductions(graph: fx.Graph, plans: Sequence[BucketPlan], crosses: Sequence[Sequence[bool]]) -> None:
+    """Let updates of whole buckets go on after a captured backward. After all passes: the graph then lacks waits.
 
-    Args:
-        plans: one for each replica.
-        crosses: for each replica and optimizer, whether it keeps what is in flight.
+    `crosses`: for each replica and optimizer, whether it keeps what is in flight.
     """
+    for node, update in updates_in(graph, UPDATE).items():
+        if crosses[update.replica][update.optimizer]:
+            _defer(graph, node, update, plans[update.replica])
 
-    plans: tuple[BucketPlan, ...]
-    crosses: tuple[tuple[bool, ...], ...]
 
-    def __call__(self, graph: fx.Graph) -> None:
-        for node, update in updates_in(graph, UPDATE).items():
-            if self.crosses[update.replica][update.optimizer]:
-                self._leave(graph, node, update)
-
-    def _leave(self, graph: fx.Graph, node: fx.Node, update: Update) -> None:
-        between, waits = _back_to_waits(update.gradients)
-        if any(user not in {*between, node} for each in (*between, *waits) for user in each.users):
-            return  # Other nodes read what was reduced: flags, another optimizer, the output of the graph.
-        launched = {_bucket_of(wait, update.replica): wait.all_input_nodes[0] for wait in waits}
-        numbers = sorted(number for number in launched if number is not None)
-        buckets = self.plans[update.replica].buckets
-        if len(numbers) != len(waits) or any(why_not_left(buckets[number]) for number in numbers):
+def _defer(graph: fx.Graph, node: fx.Node, update: Update, plan: BucketPlan) -> None:
+    between, waits = _back_to_waits(update.gradients)
+    if any(user not in {*between, node} for each in (*between, *waits) for user in each.users):
+        return  # Other nodes read what was reduced: flags, another optimizer, the output of the graph.
+    launched = dict[int, fx.Node]()
+    for wait in waits:
+        made_for = edit.provenance_of(wait)
+        if made_for is None or made_for.unit[0] != update.replica or why_not_left(plan.buckets[made_for.unit[1]]):
             return
-        with graph.inserting_before(node):
-            given = [launched[number] for number in numbers], numbers, list(update.indices)
-            left = graph.call_function(LEAVE, (*given, update.replica, update.optimizer))
-        left.meta["val"] = None
-        graph.erase_node(node)
-        for each in sorted((*between, *waits), key=list(graph.nodes).index, reverse=True):
-            graph.erase_node(each)
+        launched[made_for.unit[1]] = wait.all_input_nodes[0]
+    numbers = sorted(launched)
+    with graph.inserting_before(node):
+        given = [launched[number] for number in numbers], numbers, update.indices
+        left = graph.call_function(LEAVE, (*given, update.replica, update.optimizer))
+    left.meta["val"] = None
+    graph.erase_node(node)
+    for each in sorted((*between, *waits), key=list(graph.nodes).index, reverse=True):
+        graph.erase_node(each)
 
 
 def _back_to_waits(gradients: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """What stands between gradients and the waits of their reductions: views and casts; and these waits."""
-    between, waits, stack = set[fx.Node](), set[fx.Node](), list(gradients)
-    while stack:
-        node = stack.pop()
-        if is_wait(node):
-            waits.add(node)
-        elif node not in between and node.op == "call_function" and not is_collective(node):
-            between.add(node)
-            stack.extend(node.all_input_nodes)
-    return between, waits
 
+    def is_between(node: fx.Node) -> bool:
+        return node.op == "call_function" and not is_collective(node) and not is_wait(node)
 
-def _bucket_of(wait: fx.Node, replica: int) -> int | None:
-    """The number of the bucket that is waited for; `None` if it is none of this module's."""
-    provenance = edit.provenance_of(wait)
-    if provenance is None:
-        return None
-    of, number = map(int, provenance.unit.split("."))
-    return number if of == replica else None
+    found = edit.sources_of(gradients, is_between)
+    return set(filter(is_between, found)), set(filter(is_wait, found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from torch import fx
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.passes.crossing import LEAVE
-from dp_compile.passes.memory import BUCKET_MEMORY, place_of
-from dp_compile.passes.reduction import FLAT_BUCKET, dtype_of_product, gaps_of, places_of
+from dp_compile.passes.memory import BUCKET_MEMORY, is_kept
+from dp_compile.passes.reduction import FLAT_BUCKET, dtype_of_product, places_of
 from dp_compile.passes.updates import UPDATE
 
 ir = inductor.ir
@@ -32,9 +32,9 @@ _CAST, _MULTIPLY = torch.ops.prims.convert_element_type.default, torch.ops.aten.
 
 
 class Written(NamedTuple):
-    """How compiled code fills the place of a member, by its position in the bucket `unit`."""
+    """How compiled code fills the place of a member, by its position in the bucket `unit`, by replica and number."""
 
-    unit: str
+    unit: tuple[int, int]
     position: int
     is_copied: bool
 
@@ -65,19 +65,22 @@ def _lower(
     places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
     node = inductor.graph_being_lowered().current_node
     device, dtype = gradients[0].get_device(), dtype or gradients[0].get_dtype()
-    kept, memory = place_of(node), None
+    provenance, memory = edit.provenance_of(node), None
     layout = ir.FixedLayout(device, dtype, [numel], [1])
-    if kept is not None:
-        memory = inductor.lower_as_call(BUCKET_MEMORY, kept.replica, kept.number, numel, dtype, device)
+    if provenance is not None and is_kept(node):
+        memory = inductor.lower_as_call(BUCKET_MEMORY, *provenance.unit, numel, dtype, device)
+    elif zero_gaps:
+        memory = inductor.lower_as_call(torch.ops.aten.zeros.default, [numel], dtype=dtype, device=device)
+    if memory is not None:
         memory.realize()
         layout = ir.NonOwningLayout(ir.ReinterpretView(data=memory.data, layout=layout))
     bucket = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     storage = ir.StorageBox(bucket)
-    observer, provenance = _observer.get(), edit.provenance_of(node)
+    observer = _observer.get()
     for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
-        if not place.numel:
+        if 0 in place[0]:
             continue
-        layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
+        layout = ir.FixedLayout(device, dtype, *place)
         part = ir.ReinterpretView(data=storage, layout=layout)
         is_scaled, cast = factor is not None or scale != 1.0, gradient.get_dtype() != dtype
         own = _is_own(node, position, _storage_of(gradient))
@@ -89,11 +92,7 @@ def _lower(
             bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype, factor), part))
             is_copied = _is_copied(_storage_of(gradient).data)
         if observer is not None and provenance is not None:
-            observer(Written(provenance.unit, int(provenance.members[position]), is_copied))
-    for offset, gap in gaps_of(places, numel) if zero_gaps else ():
-        layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
-        zeros = inductor.lower(torch.ops.aten.full.default, [gap], 0, dtype=dtype, device=device)
-        bucket.inputs.append(ir.ConcatKernel.realize_into(zeros, ir.ReinterpretView(data=storage, layout=layout)))
+            observer(Written(provenance.unit, provenance.members[position], is_copied))
     graph = inductor.graph_being_lowered()
     bucket.name = graph.register_buffer(bucket)
     bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)

@@ -27,31 +27,22 @@ from dp_compile.plan.buckets import BucketPlan
 KEPT_FROM_NBYTES: Final = 32 * 2**20
 """The largest block that glibc keeps in the process, `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c."""
 
-PLACE: Final = "dp_compile_memory"
-"""Where a node that makes a bucket has its `MemoryPlace`, in `meta`."""
+KEEPS: Final = "dp_compile_keeps_memory"
+"""Where a node that makes a bucket has `BucketPlan.keeps_memory`, in `meta`."""
 _LOOKS: Final = 20
 
 
-class MemoryPlace(NamedTuple):
-    """Which memory a bucket has: that of a replica, by position, with a number. `wish`: `BucketPlan.keeps_memory`."""
-
-    replica: int
-    number: int
-    wish: bool | None
-
-
-def place_of(bucket: fx.Node) -> MemoryPlace | None:
-    """The memory that a bucket has if it is used again; `None`: it is allocated in each backward."""
-    place = bucket.meta.get(PLACE)
-    if not isinstance(place, MemoryPlace) or place.wish is False:
-        return None
-    value = bucket.meta["val"]
+def is_kept(bucket: fx.Node) -> bool:
+    """Whether the memory of a bucket is used again in the next backward; else each backward allocates it."""
+    wish, value = bucket.meta.get(KEEPS, False), bucket.meta["val"]
+    if wish is False:
+        return False
     if value.device.type != "cpu":
         from dp_compile._torch import inductor  # loaded only by what compiles
 
         # CUDA graphs replay addresses and never call the op.
-        return place if place.wish and not inductor.uses_cuda_graphs({}) else None
-    return place if place.wish or value.numel() * value.dtype.itemsize > KEPT_FROM_NBYTES else None
+        return wish is True and not inductor.uses_cuda_graphs({})
+    return wish is True or value.numel() * value.dtype.itemsize > KEPT_FROM_NBYTES
 
 
 class _Kept(NamedTuple):
@@ -76,10 +67,10 @@ class BucketMemory:
         return sum(each.memory.nbytes for each in self.kept.values())
 
     def take(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory of which no part is referenced elsewhere, not initialised; new if there is none."""
+        """Memory of which no part is referenced elsewhere; new if there is none. Gaps between members stay zeros."""
         kept = self.kept.get((number, numel, dtype))
         if kept is None or not _becomes_free(kept):
-            memory = torch.empty(numel, dtype=dtype, device=device)
+            memory = torch.zeros(numel, dtype=dtype, device=device)
             kept = self.kept[number, numel, dtype] = _Kept(memory, autograd.holders(memory))
         return torch.empty(0, dtype=dtype, device=device).set_(kept.memory.untyped_storage(), 0, (numel,), (1,))
 
@@ -105,6 +96,7 @@ def _becomes_free(kept: _Kept) -> bool:
     return False
 
 
+@dataclass(eq=False, slots=True)
 class Running:
     """Inside, compiled code of this thread runs for these modules, by their positions among those of a backward.
 
@@ -112,23 +104,18 @@ class Running:
     what its comm hook remembers, by the index of a gradient. A class and no generator: every backward enters it.
     """
 
-    __slots__ = ("_before", "hook_runs", "memories", "optimizers", "plans", "states")
-
-    def __init__(
-        self,
-        plans: Sequence[BucketPlan] = (),
-        memories: Sequence[BucketMemory] = (),
-        optimizers: Sequence[Sequence[Any]] = (),
-        states: Sequence[Callable[[int], State]] = (),
-    ) -> None:
-        self.plans, self.memories, self.optimizers, self.states = plans, memories, optimizers, states
-        self.hook_runs: dict[tuple[int, int], HookRun] = {}
-        """By module and bucket."""
+    plans: Sequence[BucketPlan] = ()
+    memories: Sequence[BucketMemory] = ()
+    optimizers: Sequence[Sequence[Any]] = ()
+    states: Sequence[Callable[[int], State]] = ()
+    hook_runs: dict[tuple[int, int], HookRun] = field(default_factory=dict)  # by module and bucket
+    _before: Running | None = None
 
     def __enter__(self) -> None:
         self._before, this_thread.running = this_thread.running, self
 
     def __exit__(self, *error: object) -> None:
+        assert self._before is not None
         this_thread.running = self._before
 
 
@@ -154,7 +141,13 @@ def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: tor
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 
 
-def make_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
+def nothing(*_: object) -> None:
+    """What ops without a result do on fake tensors, which have no values."""
+
+
+def make_op(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any] = nothing, tags: tuple[torch.Tag, ...] = ()
+) -> Any:
     """An op of the package for graphs, and what it does on fake tensors."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)

@@ -38,7 +38,7 @@ def outline(graph: fx.Graph, plans: Sequence[BucketPlan]) -> str:
             given += [each for each in node.args[1:2] if isinstance(each, str)]
             line = f">> {_name(node)} = {last_name(node)}({', '.join(given)}): {what}"
         elif node.target is FLAT_BUCKET and provenance is not None:
-            replica, number = map(int, provenance.unit.split("."))
+            replica, number = provenance.unit
             line = f"   {_name(node)} = {span(plans[replica].buckets[number])}: {what}"
         else:
             between += node.op != "placeholder"
@@ -53,8 +53,10 @@ def _name(node: fx.Node) -> str:
     kind = "launch" if is_collective(node) else "wait" if is_wait(node) else "bucket"
     if kind == "bucket" and node.target is not FLAT_BUCKET:
         return "input" if node.op == "placeholder" else last_name(node)
-    provenance = provenance_of(node)
-    return f"{kind} {'of the model' if provenance is None else provenance.unit.removeprefix('0.')}"
+    if (provenance := provenance_of(node)) is None:
+        return f"{kind} of the model"
+    replica, number = provenance.unit
+    return f"{kind} {f'{replica}.' * (replica > 0)}{number}"
 
 
 def span(bucket: Bucket) -> str:

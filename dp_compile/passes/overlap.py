@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import ALL_GATHER, is_collective, is_wait
 from dp_compile.passes.bucketing import chain_of, waits_before
-from dp_compile.passes.memory import place_of
+from dp_compile.passes.memory import is_kept
 from dp_compile.passes.reduction import FLAT_BUCKET
 from dp_compile.passes.result import PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
@@ -162,7 +162,7 @@ def _footprint(graph: fx.Graph) -> memory.Footprint:
         for member in bucket.all_input_nodes
         if member.op == "call_function" and len(member.users) == 1 and _makes_memory(member)
     }
-    kept = [node for node in buckets if place_of(node) is not None]
+    kept = list(filter(is_kept, buckets))
     return memory.footprint(graph, lives_in=homes, stores=buckets, kept=kept)
 
 
@@ -186,12 +186,8 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     buckets = {node for launch in launches if not waits_before(launch) for node in launch.all_input_nodes}
     whole = memory.footprint(graph)
     nbytes = sum(whole.nbytes[block] for block in {block for node in buckets for block in whole.makes[node]})
-    without, stack = {*launches, *_handing_back(graph)}, list(buckets)
-    while stack:  # what turns gradients into buckets
-        node = stack.pop()
-        if _is_ours(node):
-            without.add(node)
-            stack.extend(node.all_input_nodes if node.target is not FLAT_BUCKET else ())
+    filling = edit.sources_of([*buckets], lambda node: _is_ours(node) and node.target is not FLAT_BUCKET)
+    without = {*launches, *_handing_back(graph), *filter(_is_ours, filling)}
     for node in graph.nodes:
         written = memory.written_by(node)
         if written and any(source in without for source in node.all_input_nodes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ import torch
 from torch import fx
 
 from dp_compile._torch import inductor
+from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.memory import hold, viewed_by
+from dp_compile.passes.crossing import defer_reductions
 from dp_compile.passes.result import GraphPass, PassResult
 from dp_compile.passes.verify import Checks
 from dp_compile.plan.buckets import BucketPlan
@@ -30,6 +31,7 @@ class Pipeline(inductor.CustomGraphPass):
         plans: one for each replica in this backward; a reduction names its replica by position.
         on_result: called with the result of all passes.
         held: for each input of the graph, whether its memory is kept elsewhere, as a module keeps its parameters.
+        crosses: for each replica and optimizer, whether updates may go on after the backward.
         on_stage: called with the graph as it comes, as `analysed`, and after each pass, by its name, before the check.
     """
 
@@ -39,12 +41,16 @@ class Pipeline(inductor.CustomGraphPass):
         plans: Sequence[BucketPlan],
         on_result: Callable[[PassResult], None],
         held: Sequence[bool] = (),
+        crosses: Sequence[Sequence[bool]] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> None:
-        self.passes, self.plans, self.on_result, self.held = tuple(passes), tuple(plans), on_result, tuple(held)
+        self.passes, self.plans, self.on_result = tuple(passes), tuple(plans), on_result
+        self.held, self.crosses = tuple(held), tuple(map(tuple, crosses))
         self.on_stage = on_stage or (lambda stage, graph: None)
 
     def __call__(self, graph: fx.Graph) -> None:
+        # Before all that is verified: a copy is a gradient's source for the passes.
+        copy_what_is_returned_twice(graph)
         # Accumulation leaves dead allocations that would count as users of a gradient.
         graph.eliminate_dead_code()
         hold(graph, self.held)
@@ -55,6 +61,8 @@ class Pipeline(inductor.CustomGraphPass):
             results.append(graph_pass(graph, self.plans))
             self.on_stage(graph_pass.name, graph)
             checks.run(graph, after=graph_pass.name)
+        if any(map(any, self.crosses)):  # every reduction has its wait until here
+            defer_reductions(graph, self.plans, self.crosses)
         self.on_result(
             PassResult(
                 tuple(refusal for each in results for refusal in each.refusals),
@@ -65,36 +73,32 @@ class Pipeline(inductor.CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with our sources, with all that passes are given, and with torch."""
-        text = repr((inductor.source_hash(SOURCES), torch.__version__, self.passes, self.plans, self.held))
+        options = self.passes, self.plans, self.held, self.crosses
+        text = repr((inductor.source_hash(SOURCES), torch.__version__, *options))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class OwnMemory:
-    """Copies what a backward returns twice, so that a write to one gradient, as clipping does, changes no other.
+def copy_what_is_returned_twice(graph: fx.Graph) -> None:
+    """Let each output have its own memory, so that a write to one gradient, as clipping does, changes no other.
 
     autograd copies a gradient that it returns for two parameters, and so does what compiled autograd traces. Inductor
     removes these copies as operations that change nothing (`remove_noop_ops`, torch 2.13): the gradients of a weight
     and of what is added to it became one tensor. A gradient that is reduced gets its own place in a bucket.
     """
+    output, taken, clone = graph.output_node(), set[fx.Node](), torch.ops.aten.clone.default
 
-    def __call__(self, graph: fx.Graph) -> None:
-        output, taken, clone = graph.output_node(), set[fx.Node](), torch.ops.aten.clone.default
+    def own(value: fx.Node) -> fx.Node:
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            return value
+        root = value  # in whose memory it lies, by its calls: `meta` has other storages after copies were removed
+        while edit.provenance_of(root) is None and (viewed := viewed_by(root)) is not None:
+            root = viewed
+        if root not in taken:
+            taken.add(root)
+            return value
+        with graph.inserting_before(output):
+            copy = graph.call_function(clone, (value,))
+        copy.meta["val"] = clone(value.meta["val"])
+        return copy
 
-        def own(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(own, value))
-            if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
-                return value
-            root = value  # in whose memory it lies, by its calls: `meta` has other storages after copies were removed
-            while (viewed := viewed_by(root)) is not None:
-                root = viewed
-            if root not in taken:
-                taken.add(root)
-                return value
-            with graph.inserting_before(output):
-                copy = graph.call_function(clone, (value,))
-            copy.meta["val"] = clone(value.meta["val"])
-            return copy
-
-        output.args = own(output.args)
+    output.args = fx.map_arg(output.args, own)

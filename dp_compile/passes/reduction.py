@@ -1,17 +1,15 @@
 """How a gradient is reduced: `reduce_bucket`, which both ways of a backward drive, and the ops for it in a graph.
 
-    grad -> dp_compile::reduce_grad(grad, index, replica, *factors) -> reduced grad
+    grad -> dp_compile::reduce_grad(grad, index, replica) -> reduced grad
 
 `index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
-this backward. `factors`: those that the plan says are given when the code runs, each a number in a tensor, float64.
-The op never runs: a pass replaces it with the nodes of its bucket.
+this backward. The op never runs: a pass replaces it with the nodes of its bucket.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -26,7 +24,7 @@ from dp_compile.comm_hooks.functional import HookRun, State, bucket_of, fake_ste
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.passes.memory import make_op, this_thread
 from dp_compile.plan.buckets import Bucket, Member
-from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
+from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -41,12 +39,7 @@ TensorT = TypeVar("TensorT")
 class Ops(Protocol[TensorT]):
     """What a reduction is made of: nodes in a graph, or tensors at once."""
 
-    def factors(self, reduction: Reduction) -> tuple[float | TensorT, float | TensorT]:
-        """Return `(scale, post_scale)`: multipliers for each contribution and for the reduced result."""
-
-    def fill(
-        self, scale: float | TensorT, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None
-    ) -> TensorT:
+    def fill(self, scale: float, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None) -> TensorT:
         """A flat tensor with the members of the bucket at their places, times `scale`, in `dtype` (`None`: theirs).
 
         `given`: what is put there for each member; `None`: its gradient.
@@ -64,7 +57,7 @@ class Ops(Protocol[TensorT]):
     def add_up(self, tensor: TensorT, parts: int) -> TensorT:
         """The sum of the equal parts of a tensor, rounded once."""
 
-    def restore(self, tensor: TensorT, scale: float | TensorT, dtype: torch.dtype) -> TensorT:
+    def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
         """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
 
 
@@ -83,22 +76,22 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, Te
             yield
             received.append(ops.wait(launched))
         return ops.fill(1.0, None, ops.step_of_hook(reduction.hook, received))
-    scale, post_scale = ops.factors(reduction)
-    tensor = ops.fill(scale, wire)
+    tensor = ops.fill(reduction.scale, wire)
     for stage in reduction.stages:
         launched = ops.launch(stage, tensor)
         yield
         tensor = ops.wait(launched)
         if stage.op == EXCHANGE:
             tensor = ops.add_up(tensor, stage.parts)
-    return restored(bucket, tensor, post_scale, ops)
+    return restored(bucket, tensor, ops)
 
 
-def restored(bucket: Bucket, tensor: TensorT, post_scale: float | TensorT, ops: Ops[TensorT]) -> TensorT:
+def restored(bucket: Bucket, tensor: TensorT, ops: Ops[TensorT]) -> TensorT:
     """What follows the last stage: the factor and the dtype. Also for a bucket that another step waits for."""
-    if bucket.key.reduction.wire is None and isinstance(post_scale, float) and post_scale == 1.0:
+    reduction = bucket.key.reduction
+    if reduction.wire is None and reduction.post_scale == 1.0 and reduction.given < 2:
         return tensor
-    return ops.restore(tensor, post_scale, dtype_of(bucket.key.dtype))
+    return ops.restore(tensor, reduction.post_scale, dtype_of(bucket.key.dtype))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -126,7 +119,7 @@ def dtype_of_product(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return torch.float32 if wide in (torch.float16, torch.bfloat16) else wide
 
 
-def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: Any) -> None:
+def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: float) -> None:
     """Let each part be its tensor times `scale`, computed in the wider of their dtypes and rounded once.
 
     Small tensors go through two calls for all of them: a call for each takes longer than the multiplication. Not in
@@ -155,7 +148,6 @@ class EagerOps:
         sources: the gradient of each member, as it is reduced; a missing one is zeros.
         launching: around the first launch; `waiting` around each wait.
         work: of the collective that was launched last.
-        is_waited_for: the work is known to have ended.
         state: for a functional hook: what it remembers of each member; `run`: the call of that hook.
         memory: allocates a bucket, of so many elements of a dtype; by default it is new.
         launches: the number of collectives launched.
@@ -169,7 +161,6 @@ class EagerOps:
     launching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     work: dist.Work | torch.futures.Future[Any] | None = None
-    is_waited_for: bool = False
     state: Sequence[State] = ()
     memory: Callable[..., torch.Tensor] | None = None
     launches: int = 0
@@ -177,11 +168,8 @@ class EagerOps:
     filled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
     run: HookRun | None = None
 
-    def factors(self, reduction: Reduction) -> tuple[float, float]:
-        return reduction.scale, reduction.post_scale
-
     def fill(
-        self, scale: float | torch.Tensor, dtype: torch.dtype | None, given: Sequence[torch.Tensor] | None = None
+        self, scale: float, dtype: torch.dtype | None, given: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
         bucket = self.bucket
         given = list(map(self._given, range(len(bucket.members)))) if given is None else given
@@ -227,7 +215,7 @@ class EagerOps:
         return launched
 
     def wait(self, launched: Launched) -> torch.Tensor:
-        if launched.work is not None and not self.is_waited_for:
+        if launched.work is not None:
             with self.waiting():
                 launched.work.wait()
         return launched.tensor
@@ -235,7 +223,7 @@ class EagerOps:
     def add_up(self, tensor: torch.Tensor, parts: int) -> torch.Tensor:
         return tensor.view(parts, tensor.numel() // parts).sum(0)
 
-    def restore(self, tensor: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
         if scale != 1.0:
             tensor = tensor.to(torch.promote_types(tensor.dtype, dtype)).mul_(scale)
         return tensor.to(dtype)
@@ -287,7 +275,7 @@ def view_of(member: Member, tensor: torch.Tensor) -> torch.Tensor:
 # --- in a graph ---------------------------------------------------------------------------------------------------
 
 
-def _not_replaced(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor | None) -> torch.Tensor:
+def _not_replaced(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
     raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's")
 
 
@@ -297,27 +285,22 @@ def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(grad)
 
 
-REDUCE_GRAD = make_op(
-    "reduce_grad(Tensor grad, int index, int replica, Tensor? scale=None, Tensor? post_scale=None) -> Tensor",
-    _not_replaced,
-    _shape_of_reduced,
-)
+REDUCE_GRAD = make_op("reduce_grad(Tensor grad, int index, int replica) -> Tensor", _not_replaced, _shape_of_reduced)
 
 
 @dataclass(frozen=True, slots=True)
 class GradReduction:
-    """A reduction in a graph: `node` reduces `grad`, gradient `index` of `replica`, with the given `factors`."""
+    """A reduction in a graph: `node` reduces `grad`, gradient `index` of `replica`."""
 
     node: fx.Node
     grad: fx.Node
     index: int
     replica: int
-    factors: tuple[fx.Node, ...] = ()
 
 
-def emit(grad: torch.Tensor, index: int, replica: int, *factors: torch.Tensor) -> torch.Tensor:
+def emit(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
     """Reduce one gradient: a new tensor with the shape, dtype and strides of `grad`."""
-    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, *factors)
+    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica)
     return reduced
 
 
@@ -326,8 +309,8 @@ def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
     found: list[GradReduction] = []
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         match node.args:
-            case fx.Node() as grad, int() as index, int() as replica, *factors if not node.kwargs:
-                found.append(GradReduction(node, grad, index, replica, tuple(factors)))
+            case fx.Node() as grad, int() as index, int() as replica if not node.kwargs:
+                found.append(GradReduction(node, grad, index, replica))
             case _:
                 raise InvalidGraphError(f"{node.name} reduces no gradient of a module: {node.args}, {node.kwargs}")
     return tuple(found)
@@ -342,33 +325,13 @@ def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
 # tensor, by which all are multiplied instead. `lowering.py` has what compiled code makes of it.
 
 
-class MemberPlace(NamedTuple):
-    """Where a member lies in its bucket."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    numel: int
-
-
-def places_of(shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]) -> list[MemberPlace]:
-    """The members' places. `strides` of all members in one list."""
-    places, left = [], iter(strides)
-    for each, offset in zip(shapes, offsets, strict=True):
-        shape = tuple(int(size) for size in each)
-        places.append(MemberPlace(shape, tuple(itertools.islice(left, len(shape))), offset, math.prod(shape)))
-    return places
-
-
-def gaps_of(places: Sequence[MemberPlace], numel: int) -> list[tuple[int, int]]:
-    """What lies between members: first element and how many."""
-    gaps: list[tuple[int, int]] = []
-    at = 0
-    for place in sorted(places, key=lambda each: each.offset):
-        if place.offset > at:
-            gaps.append((at, place.offset - at))
-        at = max(at, place.offset + place.numel)
-    return gaps + ([(at, numel - at)] if numel > at else [])
+def places_of(
+    shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """Shape, stride and offset of each member. `strides` of all members in one list."""
+    left = iter(strides)
+    for shape, offset in zip(shapes, offsets, strict=True):
+        yield list(map(int, shape)), list(itertools.islice(left, len(shape))), offset
 
 
 def _fill(
@@ -381,12 +344,10 @@ def _fill(
     dtype: torch.dtype | None = None,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    bucket = gradients[0].new_empty(numel, dtype=dtype)
+    bucket = gradients[0].new_zeros(numel, dtype=dtype)
     places = places_of([gradient.shape for gradient in gradients], strides, offsets)
-    if gaps_of(places, numel):
-        bucket.zero_()
     for gradient, scale, place in zip(gradients, scales, places, strict=True):
-        part = bucket.as_strided(place.shape, place.stride, place.offset)
+        part = bucket.as_strided(*place)
         if factor is None:
             multiply_into([part], [gradient], scale)
         else:
@@ -402,6 +363,24 @@ FLAT_BUCKET = make_op(
     _fill,
     lambda gradients, _1, _2, _3, numel, _4=False, dtype=None, _5=None: gradients[0].new_empty(numel, dtype=dtype),
 )
+
+
+# --- a factor that may be another one in each step ----------------------------------------------------------------
+
+
+def _factor(replica: int, bucket: int, last: bool, device: torch.device) -> torch.Tensor:
+    reduction = this_thread.running.plans[replica].buckets[bucket].key.reduction
+    factor = reduction.post_scale if last else reduction.scale
+    return torch.full((), factor, dtype=torch.float64, device=device)
+
+
+FACTOR = make_op(
+    "bucket_factor(int replica, int bucket, bool last, Device device) -> Tensor",
+    _factor,
+    lambda replica, bucket, last, device: torch.empty((), dtype=torch.float64, device=device),
+    (torch.Tag.cudagraph_unsafe,),
+)
+"""A factor of the reduction of a bucket, the one before or the `last` one after its stages: a number in a tensor."""
 
 
 # --- a functional hook in a graph ---------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ class GraphPass(Protocol):
     """A frozen value whose fields are its options, with a pure call.
 
     Valid graph in, valid graph out. No communication, no rank, no state. A node with a provenance (`fx/edit.py`)
-    belongs to communication: its `unit` is "replica.bucket", the positions of the module in the backward and of the
-    bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or after a wait as late.
+    belongs to communication: its `unit` is the position of the module in the backward and that of the bucket in its
+    plan, and `ScheduleCollectives` moves it as early as it can, or after a wait as late.
     """
 
     name: ClassVar[str]

@@ -49,13 +49,9 @@ def _not_placed(*_: object) -> None:
     raise ReductionError("no pass has put an optimizer's update into the captured backward.")
 
 
-def _nothing(*_: object) -> None:
-    """Fake tensors have no values to update."""
-
-
 _ARGUMENTS = "Tensor[] gradients, int[] indices, int replica, int optimizer, int bucket"
-UPDATE_LATER = has_side_effect(make_op(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()", _not_placed, _nothing))
-UPDATE = has_side_effect(make_op(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()", _update, _nothing))
+UPDATE_LATER = has_side_effect(make_op(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()", _not_placed))
+UPDATE = has_side_effect(make_op(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()", _update))
 
 
 class Update(NamedTuple):
@@ -63,7 +59,7 @@ class Update(NamedTuple):
 
     tensors: Sequence[fx.Node]
     gradients: Sequence[fx.Node]
-    indices: tuple[int, ...]
+    indices: Sequence[int]
     replica: int
     optimizer: int
     bucket: int
@@ -74,9 +70,8 @@ def updates_in(graph: fx.Graph, target: Any) -> dict[fx.Node, Update]:
 
 
 def read_update(node: fx.Node) -> Update:
-    tensors, gradients, indices, replica, optimizer, bucket = node.args
-    numbers: Any = (replica, optimizer, bucket)
-    return Update(list(tensors), list(gradients), tuple(indices), *numbers)  # type: ignore[arg-type]
+    arguments: Any = node.args
+    return Update(*arguments)
 
 
 @dataclass(frozen=True, slots=True)

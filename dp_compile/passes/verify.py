@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
+from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective, waits_of
-from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import type_text
 from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, reductions_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
@@ -65,23 +65,22 @@ class Checks:
                 yield f"output {position}: {was} became {is_now}"
 
     def _problems_of_buckets(self, graph: fx.Graph) -> Iterator[str]:
-        nodes: defaultdict[str, list[fx.Node]] = defaultdict(list)
+        nodes: defaultdict[tuple[int, int], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if (by := provenance_of(node)) is not None:
+            if (by := edit.provenance_of(node)) is not None:
                 nodes[by.unit].append(node)
-        wanted: dict[tuple[int, int], tuple[str, str, tuple[str, ...]]] = {}
+        wanted: dict[tuple[int, int], tuple[str, edit.Provenance]] = {}
         for replica in sorted({each.replica for each in self.reductions}):
             for number, bucket in enumerate(self.plans[replica].buckets):
-                unit, is_scattered = f"{replica}.{number}", bucket.key.reduction.is_scattered
-                yield from _problems_of(bucket, nodes[unit])
+                yield from _problems_of(bucket, nodes[replica, number])
                 for position, member in enumerate(bucket.members):
-                    members = () if is_scattered else (str(position),)
-                    wanted[replica, member.gradient.index] = member.gradient.name, unit, members
+                    members = () if bucket.key.reduction.is_scattered else (position,)
+                    planned = edit.Provenance((replica, number), members)
+                    wanted[replica, member.gradient.index] = member.gradient.name, planned
         found = {use: value for node in graph.nodes for use, value in _reads(node) if use in self.uses}
         for use, of in self.uses.items():
-            name, *planned = wanted[of]
-            by = provenance_of(found[use]) if use in found else None
-            if by is None or [by.unit, by.members] != planned:
+            name, planned = wanted[of]
+            if use not in found or edit.provenance_of(found[use]) != planned:
                 yield f"where reduced gradients go: {use[0]} no longer reads that of {name}"
 
 
@@ -129,10 +128,5 @@ def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-
-    def note(node: fx.Node) -> fx.Node:
-        found.append(node)
-        return node
-
-    map_arg(arguments, note)
+    map_arg(arguments, found.append)
     return found

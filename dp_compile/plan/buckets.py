@@ -16,11 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from dp_compile.errors import ConfigError
 from dp_compile.plan.reduction import CALLED, Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
-PLAN_VERSION = 4
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
 """The one member of a plan that is not a gradient: status bits of each rank (`plan/flags.py`)."""
 
@@ -64,6 +62,11 @@ class GradientSpec:
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """What each stage of its reduction carries of it."""
+        return self.key.reduction.loads(self.nbytes, self.sent)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -72,17 +75,16 @@ class Member:
     gradient: GradientSpec
     offset: int
 
-    @property
-    def loads(self) -> tuple[Load, ...]:
-        return self.gradient.key.reduction.loads(self.gradient.nbytes, self.gradient.sent)
-
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced together, in one flat tensor."""
+    """Gradients of one key that are reduced together, in one flat tensor."""
 
-    key: BucketKey
     members: tuple[Member, ...]
+
+    @cached_property
+    def key(self) -> BucketKey:
+        return self.members[0].gradient.key
 
     @cached_property
     def numel(self) -> int:
@@ -144,19 +146,15 @@ class BucketPlan:
             data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.to_dict()}
             for member in data["members"]:
                 del member["gradient"]["key"]
-        return {"version": PLAN_VERSION, "buckets": buckets}
+        return {"buckets": buckets}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> BucketPlan:
         """What `to_dict` gave, with empty group names: for looking at, not for reducing by.
 
         Raises:
-            ConfigError: of another version.
             KeyError, TypeError: a field is missing, unknown or of another kind.
         """
-        if data["version"] != PLAN_VERSION:
-            text = f"the plan has version {data['version']!r}, this release reads {PLAN_VERSION}. Save it again."
-            raise ConfigError(text)
         buckets = []
         for bucket in data["buckets"]:
             key = BucketKey(**bucket["key"] | {"reduction": Reduction.from_dict(bucket["key"]["reduction"])})
@@ -164,7 +162,7 @@ class BucketPlan:
             for member in bucket["members"]:
                 lists = {name: tuple(member["gradient"].get(name, ())) for name in ("shape", "stride", "sent")}
                 members.append(Member(GradientSpec(**member["gradient"] | lists, key=key), member["offset"]))
-            buckets.append(Bucket(key, tuple(members)))
+            buckets.append(Bucket(tuple(members)))
         return BucketPlan(tuple(buckets))
 
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
@@ -176,17 +174,12 @@ class BucketPlan:
             for member in bucket.members:
                 new = now[member.gradient.index]
                 members.append(replace(member, gradient=replace(member.gradient, key=new.key, sent=new.sent)))
-            buckets.append(Bucket(members[0].gradient.key, tuple(members)))
+            buckets.append(Bucket(tuple(members)))
         return replace(self, buckets=tuple(buckets))
 
-    def given_reductions(self) -> tuple[Reduction, ...]:
-        """The reductions with factors that compiled code takes as arguments."""
-        found = dict.fromkeys(bucket.key.reduction for bucket in self.buckets)
-        return tuple(reduction for reduction in found if reduction.given)
-
     def for_code(self) -> BucketPlan:
-        """As compiled code knows it: the same for all factors that it takes as arguments."""
-        if not self.given_reductions():
+        """As compiled code knows it: the same for all factors that it asks for when it runs."""
+        if not any(bucket.key.reduction.given for bucket in self.buckets):
             return self
         keys = ((each, each.key._replace(reduction=each.key.reduction.for_code())) for each in self.gradients)
         return self.with_keys_of(replace(gradient, key=key) for gradient, key in keys)
@@ -203,38 +196,28 @@ class BucketPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How members lie in their buckets: each starts at a multiple of `alignment_bytes`; one that is smaller than that,
-    at a multiple of its size rounded up to a power of two, so that small gradients are not mostly padding.
-
-    A Python hook finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
-    """
-
-    alignment_bytes: int
-
-    def bucket(self, gradients: Sequence[GradientSpec]) -> Bucket:
-        """A bucket with its members, which are of one key, one after the other in the given order."""
-        key = gradients[0].key
-        members: list[Member] = []
-        end = 0
-        for gradient in gradients:
-            step = 1 if key.reduction.hook == CALLED else self._step(gradient)
-            members.append(Member(gradient, -(-end // step) * step))
-            end = -(-end // step) * step + gradient.numel
-        return Bucket(key, tuple(members))
-
-    def _step(self, gradient: GradientSpec) -> int:
-        """What an offset has to be a multiple of, in elements."""
-        own_size = 1 << max(0, gradient.nbytes - 1).bit_length()
-        return max(1, min(self.alignment_bytes, own_size) // gradient.itemsize)
-
-
 ALIGNMENT_BYTES: Final = 64
 """Of members in the buckets of a module: a cache line, and more than the 16 that vectorised loads want."""
 
-PACKED: Final = Layout(alignment_bytes=1)
-"""One after the other without gaps."""
+PACKED: Final = 1
+"""The same of members that lie one after the other without gaps."""
+
+
+def bucket_of(gradients: Sequence[GradientSpec], alignment_bytes: int = ALIGNMENT_BYTES) -> Bucket:
+    """A bucket of gradients of one key, one after the other in the given order.
+
+    Each starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its size rounded up
+    to a power of two, so that small gradients are not mostly padding. A Python hook finds no padding: hooks of torch's
+    DDP cut the buffer by the sizes of its gradients.
+    """
+    members, end = list[Member](), 0
+    for gradient in gradients:
+        own_size = 1 << max(0, gradient.nbytes - 1).bit_length()
+        step = max(1, min(alignment_bytes, own_size) // gradient.itemsize)  # in elements
+        offset = end if gradient.key.reduction.hook == CALLED else -(-end // step) * step
+        members.append(Member(gradient, offset))
+        end = offset + gradient.numel
+    return Bucket(tuple(members))
 
 
 def in_launch_order(buckets: Iterable[tuple[int, ...]]) -> Partition:
@@ -268,7 +251,11 @@ def partition_by_size(
 
 
 def plan_buckets(
-    gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float, layout: Layout = PACKED
+    gradients: Sequence[GradientSpec],
+    *,
+    bucket_cap_mb: float,
+    first_bucket_cap_mb: float,
+    alignment_bytes: int = PACKED,
 ) -> BucketPlan:
     """Fill buckets in the given order, in which gradients are expected to become ready, and close each when it has
     reached its cap, as torch's DDP does. Buckets are launched in the order of their last members.
@@ -284,4 +271,5 @@ def plan_buckets(
         first_bucket_cap_mb * BYTES_PER_MB,
         [each - 1 for each in flags if each and gradients[each - 1].key == gradients[each].key],
     )
-    return BucketPlan(tuple(layout.bucket([gradients[position] for position in each]) for each in partition))
+    members = ([gradients[position] for position in each] for each in partition)
+    return BucketPlan(tuple(bucket_of(each, alignment_bytes) for each in members))

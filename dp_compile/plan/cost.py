@@ -73,12 +73,9 @@ class AllReduceCost:
 
 # --- before anything was measured -----------------------------------------------------------------------------------
 
-Formula = Callable[[int], int]
-"""Of an algorithm: from the number of ranks to how many hops follow each other in one all-reduce."""
-
 
 def ring(n: int) -> int:
-    """A reduce-scatter and an all-gather of n-1 steps each.
+    """How many hops follow each other in an all-reduce over n ranks: n-1 of a reduce-scatter, n-1 of an all-gather.
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009.
     """
@@ -86,18 +83,13 @@ def ring(n: int) -> int:
 
 
 def ring_or_tree(n: int) -> int:
-    """As libraries choose by the size: the tree where latency counts, the ring where bytes do. A line that is below
-    both, most where they meet, and that no rank more makes faster.
+    """The same where libraries choose by the size: the tree where latency counts, the ring where bytes do. A line that
+    is below both, most where they meet, and that no rank more makes faster.
 
     Source of the tree: Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan,
     2009.
     """
     return 2 * (n - 1).bit_length()
-
-
-def line(formula: Formula, n: int, *, launch_s: float, hop_s: float, busbw: float) -> AllReduceCost:
-    """What an all-reduce over n ranks costs: the launch is paid once, 2(n-1)/n of the bytes are sent."""
-    return AllReduceCost(launch_s + hop_s * formula(n), 2 * (n - 1) / (busbw * n))
 
 
 LAUNCH_US: Final = 8.4
@@ -112,10 +104,10 @@ class Link:
     alpha_us: float
     busbw_gb_s: float
 
-    def cost(self, n_ranks: int, *, formula: Formula = ring, launch_us: float = LAUNCH_US) -> AllReduceCost:
-        """What an all-reduce over `n_ranks` costs when every hop is this link."""
-        hop_s, busbw = self.alpha_us * 1e-6, self.busbw_gb_s * 1e9
-        return line(formula, n_ranks, launch_s=launch_us * 1e-6, hop_s=hop_s, busbw=busbw)
+    def cost(self, n: int, *, hops: Callable[[int], int] = ring, launch_us: float = LAUNCH_US) -> AllReduceCost:
+        """What an all-reduce over n ranks costs when every hop is this link: 2(n-1)/n of the bytes are sent."""
+        alpha_s = launch_us * 1e-6 + self.alpha_us * 1e-6 * hops(n)
+        return AllReduceCost(alpha_s, 2 * (n - 1) / (self.busbw_gb_s * 1e9 * n))
 
 
 LINKS: Final[tuple[Link, ...]] = (
@@ -152,11 +144,11 @@ def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = N
     `ranks_inside`: of a node, where the network has two levels.
     """
     inside, between = link(backend.inside), link(backend.between)
-    formula = ring if inside is between else ring_or_tree
+    hops = ring if inside is between else ring_or_tree
     if ranks_inside is not None:
-        whole = between.cost(world_size, formula=formula)
+        whole = between.cost(world_size, hops=hops)
         return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
-    return (inside if world_size <= 8 else between).cost(world_size, formula=formula)
+    return (inside if world_size <= 8 else between).cost(world_size, hops=hops)
 
 
 # --- from measurements ----------------------------------------------------------------------------------------------

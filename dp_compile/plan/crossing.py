@@ -18,14 +18,14 @@ opposite order of that in which gradients become ready.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, Bucket, bucket_of, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.network import legs_of
-from dp_compile.plan.planner import PlanResult, ReadyTimes, backward_seconds
+from dp_compile.plan.network import Launch, legs_of
+from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes, backward_seconds
 from dp_compile.plan.words import BYTES_PER_MB
 
 FORWARD_SHARE: Final = 0.5
@@ -42,7 +42,7 @@ SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 
 
 def plan_crossing(
-    planned: PlanResult, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None, *, lanes: int = 1
+    planned: PlanResult, times: ReadyTimes, cost: AllReduceCost, *, cuts: bool, lanes: int = 1
 ) -> PlanResult:
     """The same gradients for a step whose reductions may end under the next forward.
 
@@ -56,37 +56,33 @@ def plan_crossing(
         planned: for a step whose reductions end in the backward.
         times: when gradients are ready.
         cost: what a collective costs.
-        layout: how gradients lie in their buckets; `None`: buckets stay as they are, only their order changes.
+        cuts: other buckets are tried, too; else they stay as they are, and only their order changes.
         lanes: how many collectives share the network at a time.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
     if not gradients or any(len(each.key.reduction.stages) != 1 for each in gradients):
         return planned  # These end in the backward anyway.
-    members = [member for bucket in planned.plan.buckets for member in bucket.members]
     # Which order is best depends on the ratio of communication to compute: what is known of that counts first.
-    backward_s = times.backward_s or times.nominal_s or backward_seconds(members, times, cost)
-    candidates = [tuple(without_flags(planned.plan.buckets))]
+    backward_s = times.backward_s or times.nominal_s or backward_seconds(planned.plan.gradients, times, cost)
+    kept = ([each for each in bucket.members if each.gradient.name != UNUSED_FLAGS] for bucket in planned.plan.buckets)
+    candidates = [tuple(Bucket(tuple(each)) for each in kept if each)]
     total = sum(each.nbytes for each in gradients)
-    for parts in PARTS if layout is not None and total else ():
-        candidates.append(_of_size(gradients, total / parts, layout or PACKED))
+    for parts in PARTS if cuts and total else ():  # a gradient that is larger than a part has a bucket for itself
+        cap_mb = total / parts / BYTES_PER_MB
+        cut = plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, alignment_bytes=ALIGNMENT_BYTES)
+        candidates.append(cut.buckets)
     orders = [
         jobs_of(order, times, cost, backward_s)
         for buckets in candidates
         for order in _orders(jobs_of(buckets, times, cost, backward_s), times, lanes)
     ]
     best = min(orders, key=lambda order: (sum(ratios(order, backward_s, lanes)), len(order)))
-    first = [(layout or PACKED).bucket(flags)] if flags else []  # a step made by hand may have none
+    first = [bucket_of(flags)] if flags else []  # a step made by hand may have none
     buckets, certificate = (*first, *(job.bucket for job in best)), planned.certificate
     if certificate is not None:
-        certificate = replace(
-            certificate,
-            cost=cost,
-            makespan_s=step_seconds(best, backward_s, lanes=lanes),
-            bound_s=bound_seconds(best, backward_s),
-            worst_ratio=max(ratios(best, backward_s, lanes)),
-            crosses=True,
-        )
+        ends_s, worst = step_seconds(best, backward_s, lanes=lanes), max(ratios(best, backward_s, lanes))
+        certificate = Certificate(cost, ends_s, bound_seconds(best, backward_s), worst, crosses=True)
     return PlanResult(replace(planned.plan, buckets=buckets), certificate)
 
 
@@ -147,41 +143,20 @@ def jobs_of(
     for share, bucket in zip(ready, order, strict=True):
         read = 1 - max(times.of(member.gradient) for member in bucket.members)
         needed_s = backward_s + (forward_s * read if left is None or bucket in left else 0.0)
-        seconds = sum(leg.seconds for leg in legs_of([member.loads for member in bucket.members], cost))
+        seconds = sum(leg.seconds for leg in legs_of([member.gradient.loads for member in bucket.members], cost))
         jobs.append(Job(bucket, backward_s * share, needed_s, seconds))
     return tuple(jobs)
 
 
-class Carried(NamedTuple):
-    job: Job
-    start_s: float
-    finish_s: float
-
-
-class Arrival(NamedTuple):
-    """A bucket in a step of two halves, in seconds after the start of the backward.
-
-    `needed_s`: when compute comes to what reads it, with all that it has stood still for until then. `waited_s`: how
-    long it stands still for this one.
-    """
-
-    ready_s: float
-    start_s: float
-    finish_s: float
-    needed_s: float
-    waited_s: float
-
-
-def arrivals(order: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Arrival, ...]:
+def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
     """When each bucket of a step of two halves is on the network, and what waits for it; in the given order."""
-    carried = _carried(order, slower, lanes)
-    late_s, found = 0.0, dict[int, Arrival]()
-    for place in sorted(range(len(carried)), key=lambda place: carried[place].job.needed_s):
-        job, start_s, finish_s = carried[place]
+    late_s, found = 0.0, dict[int, Launch]()
+    carried = enumerate(_carried(order, 1.0, lanes))
+    for place, (job, start_s, finish_s) in sorted(carried, key=lambda each: each[1][0].needed_s):
         needed_s = job.needed_s + late_s
-        found[place] = Arrival(job.ready_s, start_s, finish_s, needed_s, max(0.0, finish_s - needed_s))
+        found[place] = Launch(job.ready_s, start_s, finish_s, max(0.0, finish_s - needed_s), needed_s=needed_s)
         late_s += found[place].waited_s
-    return tuple(found[place] for place in range(len(carried)))
+    return [found[place] for place in range(len(order))]
 
 
 def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
@@ -192,7 +167,7 @@ def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -
         slower: how many times as long as believed the network takes.
         lanes: how many jobs share it.
     """
-    return tuple(each.job for each in _carried(jobs, slower, lanes, by_need=True))
+    return tuple(job for job, _, _ in _carried(jobs, slower, lanes, by_need=True))
 
 
 def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, lanes: int = 1) -> float:
@@ -212,22 +187,23 @@ def bound_seconds(jobs: Sequence[Job], backward_s: float, slower: float = 1.0) -
     return max(backward_s * (1 + FORWARD_SHARE), slower * sum(job.seconds for job in jobs))
 
 
-def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False) -> list[Carried]:
-    """Jobs in the order in which they start, and when each is over. Those that are under way have equal shares."""
-    waiting, started, starts, now_s = list(jobs), list[Job](), list[float](), 0.0
+def _carried(
+    jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False
+) -> list[tuple[Job, float, float]]:
+    """Jobs in the order in which they start, with start and end. Those that are under way have equal shares."""
+    waiting, started, now_s = list(jobs), list[tuple[Job, float]](), 0.0
     under_way: dict[int, float] = {}
     """By place in `started`, how long each would still take alone."""
     finish_s: dict[int, float] = {}
     while waiting or under_way:
-        while waiting and len(under_way) < lanes:
+        while len(under_way) < lanes:
             ready = [job for job in (waiting if by_need else waiting[:1]) if job.ready_s <= now_s]
             if not ready:
                 break
             job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
             waiting.remove(job)
             under_way[len(started)] = job.seconds * slower
-            started.append(job)
-            starts.append(now_s)
+            started.append((job, now_s))
         share = len(under_way)
         ends_s = now_s + share * min(under_way.values()) if under_way else math.inf
         candidates = (waiting if by_need else waiting[:1]) if share < lanes else []
@@ -239,18 +215,4 @@ def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = 
             place = min(under_way, key=under_way.__getitem__)
             finish_s[place] = now_s
             del under_way[place]
-    return [Carried(job, starts[place], finish_s[place]) for place, job in enumerate(started)]
-
-
-def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout) -> tuple[Bucket, ...]:
-    """Buckets of about one size. A gradient that is larger has one for itself."""
-    cap_mb = nbytes / BYTES_PER_MB
-    return plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout).buckets
-
-
-def without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-    """The same without the flags; what had nothing else is left out."""
-    for bucket in buckets:
-        members = tuple(member for member in bucket.members if member.gradient.name != UNUSED_FLAGS)
-        if members:
-            yield replace(bucket, members=members)
+    return [(job, start_s, finish_s[place]) for place, (job, start_s) in enumerate(started)]

@@ -47,9 +47,8 @@ class Leg(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A bucket on the network: the position of its last member, when it may start, its stages."""
+    """A bucket on the network: when it may start, and its stages."""
 
-    position: int
     ready_s: float
     legs: tuple[Leg, ...]
 
@@ -108,8 +107,7 @@ def jobs_of(gradients: Sequence[ReadyGradient], partition: Partition, cost: AllR
     """The buckets of a partition on the network."""
     released = release_times(gradients)
     return [
-        Job(bucket[-1], released[bucket[-1]], legs_of([gradients[each].stages for each in bucket], cost))
-        for bucket in partition
+        Job(released[bucket[-1]], legs_of([gradients[each].stages for each in bucket], cost)) for bucket in partition
     ]
 
 

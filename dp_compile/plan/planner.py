@@ -19,12 +19,12 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import Final, NamedTuple
 
 from dp_compile.plan.buckets import (
+    ALIGNMENT_BYTES,
     UNUSED_FLAGS,
     BucketPlan,
     GradientSpec,
-    Layout,
-    Member,
     Partition,
+    bucket_of,
     in_launch_order,
     partition_by_size,
     plan_buckets,
@@ -113,19 +113,16 @@ def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
     return ReadyTimes(shares, None, ASSUMED)
 
 
-def backward_seconds(members: Iterable[Member], times: ReadyTimes, cost: AllReduceCost) -> float:
+def backward_seconds(gradients: Iterable[GradientSpec], times: ReadyTimes, cost: AllReduceCost) -> float:
     """How long the backward computes: as believed, else as long as the gradients take on the network."""
     if times.backward_s is not None:
         return times.backward_s
-    return sum(weights_of(member.loads, cost)[1] for member in members)
+    return sum(weights_of(gradient.loads, cost)[1] for gradient in gradients)
 
 
-def ready_gradients(members: Iterable[Member], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
-    """Members at their times, for the network."""
-    return [
-        ReadyGradient(each.gradient.nbytes, backward_s * times.of(each.gradient), each.gradient.key, loads=each.loads)
-        for each in members
-    ]
+def ready_gradients(gradients: Iterable[GradientSpec], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
+    """Gradients at their times, for the network."""
+    return [ReadyGradient(each.nbytes, backward_s * times.of(each), each.key, loads=each.loads) for each in gradients]
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -173,13 +170,13 @@ class PlanResult(NamedTuple):
     certificate: Certificate | None = None
 
 
-def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float, layout: Layout) -> PlanResult:
+def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
     """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
-    first_cap_mb = min(FIRST_CAP_MB, cap_mb)
-    return PlanResult(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
+    caps_mb = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": min(FIRST_CAP_MB, cap_mb)}
+    return PlanResult(plan_buckets(gradients, **caps_mb, alignment_bytes=ALIGNMENT_BYTES))
 
 
-def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> PlanResult:
+def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> PlanResult:
     """One bucket, for each key, for each stretch of gradients, in launch order, of one unit.
 
     `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
@@ -190,13 +187,11 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
     for _, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
         members = list(stretch)
         for key in dict.fromkeys(gradient.key for gradient in members):
-            buckets.append(layout.bucket([gradient for gradient in members if gradient.key == key]))
+            buckets.append(bucket_of([gradient for gradient in members if gradient.key == key]))
     return PlanResult(BucketPlan(tuple(buckets)))
 
 
-def plan_optimal(
-    gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes, layout: Layout
-) -> PlanResult:
+def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> PlanResult:
     """The partition that is best in the worst case: over speeds off by 0.5x to 2x.
 
     All ranks pass the same times, so they get the same plan. A backward whose length is not known is taken to be as
@@ -204,11 +199,10 @@ def plan_optimal(
     ones are launched in it.
     """
     ordered = sorted(gradients, key=times.of)
-    members = [Member(gradient, 0) for gradient in ordered]  # where they lie does not count
-    backward_s = backward_seconds(members, times, cost)
-    ready = ready_gradients(members, times, backward_s)
+    backward_s = backward_seconds(ordered, times, cost)
+    ready = ready_gradients(ordered, times, backward_s)
     partition, certificate = robust_partition(ready, cost=cost, backward_s=backward_s)
-    buckets = [layout.bucket([ordered[position] for position in bucket]) for bucket in partition]
+    buckets = [bucket_of([ordered[position] for position in bucket]) for bucket in partition]
     return PlanResult(BucketPlan(tuple(buckets)), certificate)
 
 

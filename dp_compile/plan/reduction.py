@@ -97,7 +97,7 @@ class Reduction:
     `wire`: name of a floating dtype; `None`: the gradient's. `hook`: key of a functional comm hook, which computes the
     inputs of each stage and the reduced gradients; nothing is scaled or cast for it. `CALLED`: a Python hook, which
     launches its collectives itself: the stage is what a cost assumes. `given`: how many of the two factors compiled
-    code takes as arguments; the others are constants, which the kernel that computes a gradient may apply.
+    code asks for when it runs; the others are constants, which the kernel that computes a gradient may apply.
     """
 
     stages: tuple[Stage, ...]
@@ -107,12 +107,8 @@ class Reduction:
     hook: str | None = None
     given: int = 0
 
-    @property
-    def given_factors(self) -> tuple[float, ...]:
-        return (self.scale, self.post_scale)[: self.given]
-
     def for_code(self) -> Reduction:
-        """As compiled code knows it: the same for all factors that it takes as arguments."""
+        """As compiled code knows it: the same for all factors that it asks for when it runs."""
         scale, post_scale = (1.0,) * self.given + (self.scale, self.post_scale)[self.given :]
         return replace(self, scale=scale, post_scale=post_scale)
 
@@ -185,7 +181,7 @@ class Averaging:
     divide_by: float | None = None  # what the sum is divided by; `None`: the number of ranks
     in_collective: bool = True  # let the collective average where the backend can
     all_before: bool = False  # divide by all of it before the sum, float16 too
-    given: bool = False  # it changes often: compiled code takes the factors that follow from it as arguments
+    given: bool = False  # it changes often: compiled code asks for the factors that follow from it when it runs
     hook: str | None = None  # key of the functional comm hook that reduces, or `CALLED`
     rounds: tuple[str, ...] = (ALL_REDUCE,)  # of `ROUNDS`, the hook's collectives
     scattered: bool = False  # each rank keeps its part of the result only
@@ -229,17 +225,12 @@ class Averaging:
     ) -> tuple[Stage, ...]:
         if self.scattered:
             return (Stage(scattering(backend), group, reduce_op, world_size),)
-        return stages_of(group, backend, levels, reduce_op)
+        return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
 
 def scattering(backend: Backend) -> str:
     """The stage after which each rank has its part of a sum."""
     return REDUCE_SCATTER if backend.scatters else EXCHANGE
-
-
-def stages_of(group: str, backend: Backend, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
-    """One all-reduce over the group, or the stages of its levels."""
-    return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
 
 def launch_order(buckets: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:

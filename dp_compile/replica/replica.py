@@ -23,7 +23,7 @@ from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import UnsupportedModuleError
 from dp_compile.passes.memory import BucketMemory
-from dp_compile.plan.buckets import BucketPlan, Layout
+from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes
 from dp_compile.replica.gradients import dense_strides, local_view
 from dp_compile.replica.group import Group
@@ -44,10 +44,8 @@ class PlanState:
     certificate: Certificate | None = None  # of the plan's end; `None`: no cost was given
     groups: tuple[str, ...] = ()  # in which its buckets are reduced, by name
     code_key: str = ""  # replicas with equal keys can share compiled code: the model itself is never part of it
-    factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None  # that compiled code is given, and in tensors
     awaits_graph: bool = False  # the first synchronised backward makes the final plan, from its graph
     awaits_code: bool = True  # no collective was launched: ranks wait for each other's compilers before the first one
-    layout: Layout | None = None  # in the buckets of a plan that is made again; `None`: the first plan is the last
     for_next_forward: bool = False  # buckets are launched in the order in which the next forward needs them
     units: frozenset[str] | None = None  # modules at whose ends buckets end, by fully qualified name, under a policy
 
@@ -310,16 +308,6 @@ class Replica:
         """What a functional hook remembers of a gradient; of the flags nothing."""
         memory = None if self.planning.comm_hook is None else self.planning.comm_hook.memory
         return {} if memory is None or index == len(self.parameters) else memory.of(self.names[index])
-
-    def given_factors(self) -> tuple[torch.Tensor, ...]:
-        """What compiled code is given for `BucketPlan.given_reductions`: numbers in tensors, float64."""
-        numbers = [each for reduction in self.plan.given_reductions() for each in reduction.given_factors]
-        if self.planning.factors is None or self.planning.factors[0] != numbers:
-            with autograd.made_like(self.parameters[0]):
-                # Not written over: a GPU may not have read them yet.
-                tensors = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in numbers]
-            self.planning.factors = numbers, tuple(tensors)
-        return self.planning.factors[1]
 
     def has_in_flight(self) -> bool:
         """Whether updates or all-gathers of the last backward are still pending."""

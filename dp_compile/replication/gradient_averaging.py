@@ -13,7 +13,7 @@ from dp_compile.comm_hooks.comm_hook import HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import is_number, require
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.planner import PlanResult, assumed_times, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.group import Group
@@ -40,19 +40,17 @@ def make_plan(
     `units`: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given. Raises a
     ConfigError where options contradict each other.
     """
-    ready, layout = assumed_times(gradients), Layout(ALIGNMENT_BYTES)
+    ready = assumed_times(gradients)
     strategy = config.chosen_strategy(has_policy=units is not None)
     if units is not None:
-        planned = plan_per_module(gradients, partial(_unit_of, units), layout)
+        planned = plan_per_module(gradients, partial(_unit_of, units))
     elif config.bucket_cap_mb is not None:
-        planned = plan_fixed(gradients, config.bucket_cap_mb, layout)
+        planned = plan_fixed(gradients, config.bucket_cap_mb)
     else:
-        planned = plan_optimal(gradients, config.cost or group.cost, ready, layout)
-    awaits = strategy == "optimal"
+        planned = plan_optimal(gradients, config.cost or group.cost, ready)
     return planned.plan, PlanState(
-        ready=ready, strategy=strategy, certificate=planned.certificate, awaits_graph=awaits,
-        layout=layout if awaits else None, units=units,
-    )  # fmt: skip
+        ready=ready, strategy=strategy, certificate=planned.certificate, awaits_graph=strategy == "optimal", units=units
+    )
 
 
 def _unit_of(units: Collection[str], parameter: str) -> str:
@@ -73,7 +71,7 @@ def _replan(replica: Replica, group: Group) -> None:
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     plan, planning = make_plan(gradients, group, replica.config, replica.planning.units)
     replica.group = group
-    replica.planning.layout, replica.planning.awaits_graph = planning.layout, planning.awaits_graph
+    replica.planning.awaits_graph = planning.awaits_graph
     replica.adopt(PlanResult(plan, planning.certificate), planning.ready)
 
 

@@ -184,7 +184,7 @@ def backward_of(training: Training, *, link: str, ranks: int, on: str = "cpu") -
     # On the meta device the flags of unused parameters have no values to read.
     checks = training.config.check_reductions and on == "cpu"
     config = replace(training.config, backend="aot_eager", check_reductions=checks)
-    cost = link_of(link).cost(ranks, formula=ring_or_tree)  # also where it is not read: a wrong name is an error
+    cost = link_of(link).cost(ranks, hops=ring_or_tree)  # also where it is not read: a wrong name is an error
     strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None)
     if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)

@@ -27,7 +27,7 @@ from dp_compile.comm_hooks.functional import HookRun, register
 from dp_compile.insight.predict import predict
 from dp_compile.insight.step import Step
 from dp_compile.plan.backends import GLOO
-from dp_compile.plan.buckets import PACKED, BucketPlan
+from dp_compile.plan.buckets import PACKED, BucketPlan, bucket_of
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.group import Group
@@ -456,7 +456,7 @@ def test_a_bucket_sends_what_its_hook_hands_out():
     (second,) = run.step([first])
     assert [first.nbytes, second.nbytes] == sent
 
-    buckets = PACKED.bucket(gradients), PACKED.bucket([flags])
+    buckets = bucket_of(gradients, PACKED), bucket_of([flags], PACKED)
     base = step_of_buckets(1)
     step = Step("python hooks", "fixed", 4, GLOO, "cpu", BucketPlan(buckets), base.ready, base.cost, "stated")
     expected = sum(step.cost.seconds(nbytes) for nbytes in (*sent, flags.nbytes))

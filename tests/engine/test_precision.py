@@ -154,7 +154,7 @@ def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(dtype, options
         for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert torch.equal(one.grad, reduced_by_hand(other.grad, key.reduction)), f"{name}, step {step}"
     assert report.backwards == ({"captured": 5, "eager hooks": 1} if dist.get_rank() == 1 else {"captured": 6})
-    # The first factor is a constant, which products take in; from the second on it is an input.
+    # The first factor is a constant, which products take in; from the second on code asks for it.
     assert len(report.captures) == 2
     assert len(signatures) == 6
     dp_compile.unreplicate(model)

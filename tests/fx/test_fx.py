@@ -16,7 +16,7 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.memory import is_ordered, written_by
 
 ops = torch.ops._c10d_functional
-MADE_HERE = edit.Provenance("0")
+MADE_HERE = edit.Provenance((0, 0))
 
 
 def all_reduced(*inputs):

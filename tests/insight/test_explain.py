@@ -25,7 +25,7 @@ from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_
 from dp_compile.insight.timeline import NETWORK, events_of, timeline_picture, timeline_trace
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, bucket_of, plan_buckets
 from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
 from dp_compile.plan.planner import ESTIMATED, ReadyTimes, assumed_times
 from dp_compile.plan.words import WIDTH
@@ -47,7 +47,7 @@ GRADIENTS = (
     gradient(0, "token.weight", 2 * MB),
     gradient(4, UNUSED_FLAGS, 4),
 )
-PLAN = plan_buckets(GRADIENTS, bucket_cap_mb=30, first_bucket_cap_mb=30, layout=Layout(64))
+PLAN = plan_buckets(GRADIENTS, bucket_cap_mb=30, first_bucket_cap_mb=30, alignment_bytes=64)
 
 
 def step(backward_s, **changes):
@@ -139,7 +139,7 @@ def test_the_first_line_says_that_nothing_was_measured():
     alpha_us=st.sampled_from([0.0, 50.0]),
 )
 def test_the_figures_are_those_of_the_timeline(cap_mb, backward_ms, alpha_us):
-    plan = plan_buckets(GRADIENTS, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=Layout(64))
+    plan = plan_buckets(GRADIENTS, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, alignment_bytes=64)
     ready = replace(assumed_times(GRADIENTS), backward_s=None if backward_ms is None else backward_ms / 1e3)
     seen = step(1.0, plan=plan, ready=ready, cost=AllReduceCost(alpha_us * 1e-6, 1e-10))
     explained, planned = Explanation(seen), planned_buckets(seen)
@@ -154,7 +154,7 @@ def test_the_figures_are_those_of_the_timeline(cap_mb, backward_ms, alpha_us):
 
 def test_advice_that_can_be_followed():
     """One bucket for everything is ready at the end: other buckets hide most of it."""
-    one = BucketPlan((Layout(64).bucket(GRADIENTS),))
+    one = BucketPlan((bucket_of(GRADIENTS),))
     advice = {each.change: each.gain_s for each in Explanation(step(0.040, plan=one)).advice}
     assert max(gain_s for change, gain_s in advice.items() if "bucket" in change) > 0.004
     nominal = Explanation(step(None, plan=one, cost_source="nominal for nccl, not measured")).advice
@@ -223,7 +223,7 @@ def test_no_prediction_beats_the_bound(buckets, cost, backward_s, strategy, rank
 
 @given(st.sampled_from(LINKS), st.integers(2, 20_000), st.integers(2, 20_000))
 def test_extrapolation_finds_the_link_again(link, known, wanted):
-    costs = [link.cost(ranks, formula=ring_or_tree) for ranks in (known, wanted)]
+    costs = [link.cost(ranks, hops=ring_or_tree) for ranks in (known, wanted)]
     found = extrapolated(costs[0], from_ranks=known, to_ranks=wanted)
     assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
 

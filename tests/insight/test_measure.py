@@ -27,7 +27,8 @@ from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import predict
 from dp_compile.insight.profile import COMPILED_IN_IT, IN_FLIGHT, measured_step
 from dp_compile.insight.step import Step
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec
+from dp_compile.plan.buckets import bucket_of as bucket_with
 from dp_compile.replication.module import replica_of
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0004)
@@ -52,7 +53,7 @@ def train(model, run, times, batch=4):
 def test_code_that_draws_random_numbers_once_more():
     """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
     key, group = bucket_key("", "sum", "float32", "cpu"), dist.group.WORLD
-    bucket = Layout(1).bucket([GradientSpec(0, "g0", (4,), (1,), 4, key)])
+    bucket = bucket_with([GradientSpec(0, "g0", (4,), (1,), 4, key)])
     replica = SimpleNamespace(plan=BucketPlan((bucket,)), module=SimpleNamespace(number=7))
     again, state, ops = torch.ops.higher_order.run_with_rng_state, torch.get_rng_state(), torch.ops._c10d_functional
     with torch.profiler.profile() as profile, BucketRanges([replica]):
@@ -273,7 +274,7 @@ KEY = bucket_key("", "sum", "float32", "cpu")
 
 
 def bucket_of(*names):
-    return Layout(1).bucket([GradientSpec(i, name, (4,), (1,), 4, KEY) for i, name in enumerate(names)])
+    return bucket_with([GradientSpec(i, name, (4,), (1,), 4, KEY) for i, name in enumerate(names)])
 
 
 PLAN = BucketPlan((bucket_of("b.weight", "b.bias"), bucket_of("a.weight", UNUSED_FLAGS)))

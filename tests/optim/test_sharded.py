@@ -29,7 +29,7 @@ from dp_compile.optim.shard import Shard
 from dp_compile.optim.shards import numel_of_part, pieces_of
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.backends import GLOO
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import Averaging
 from dp_compile.replication.module import replica_of
 
@@ -312,8 +312,8 @@ def plan_of(numels, ranks, alignment_bytes, backend=GLOO):
     ]
     specs = [GradientSpec(index, f"p{index}", (numel,), (1,), 4, keys[0]) for index, numel in enumerate(numels)]
     flags = GradientSpec(len(specs), UNUSED_FLAGS, (9,), (1,), 4, keys[1])
-    layout = Layout(alignment_bytes)
-    return plan_buckets([*specs, flags], bucket_cap_mb=2e-4, first_bucket_cap_mb=1e-4, layout=layout)
+    caps = {"bucket_cap_mb": 2e-4, "first_bucket_cap_mb": 1e-4}
+    return plan_buckets([*specs, flags], **caps, alignment_bytes=alignment_bytes)
 
 
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([1, 16, 64]))

@@ -17,7 +17,7 @@ import dp_compile
 from dp_compile._torch import autograd
 from dp_compile.passes import memory as bucket_memory
 from dp_compile.passes.memory import BucketMemory
-from dp_compile.passes.pipeline import OwnMemory
+from dp_compile.passes.pipeline import copy_what_is_returned_twice
 from dp_compile.replication.module import replica_of
 
 CPU = torch.device("cpu")
@@ -224,7 +224,7 @@ def test_the_memory_is_there_before_anything_is_written_to_it():
 def test_what_is_returned_in_one_memory_is_copied_once(function):
     x = torch.randn(4, 3)
     module = trace(function, x)
-    OwnMemory()(module.graph)
+    copy_what_is_returned_twice(module.graph)
     module.graph.lint()
     module.recompile()
     assert len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == 1

@@ -19,7 +19,7 @@ from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollecti
 from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import FLAT_BUCKET
-from dp_compile.plan.buckets import PACKED, Layout
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, PACKED
 from dp_compile.train.gpt import Block, GPTConfig
 
 
@@ -135,7 +135,7 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch, zero_gaps):
     values = [grad.values() for grad in grads]
     module = trace(backward, *values)
     passes = (BucketReductions(), ScheduleCollectives())
-    pipeline = Pipeline(passes, (plan_for(grads, layout=Layout(64)),), lambda records: None)
+    pipeline = Pipeline(passes, (plan_for(grads, alignment_bytes=64),), lambda records: None)
     with fresh_cache():
         reduced = inductor.compile_with_inductor(module, values, pipeline)(*values)
     for value, result in zip(values, reduced, strict=True):
@@ -214,11 +214,11 @@ def inputs():
     return [x, y, rows, torch.randn(2, 3, 6, 6, generator=generator)]
 
 
-def run_sources(scale, layout):
+def run_sources(scale, alignment_bytes):
     """Compiled and not: the same numbers on this rank. Returns which gradients were copied."""
     sources, written = Sources(scale), []
     module = trace(sources, *inputs())
-    plan = plan_for(sources.grads(), layout=layout)
+    plan = plan_for(sources.grads(), alignment_bytes=alignment_bytes)
     expected = executed(module, [plan], *inputs())
     pipeline = Pipeline(DEFAULT_PASSES, (plan,), lambda records: None)
     with observing(written.append), inductor_config.patch(fx_graph_cache=False), torch.no_grad():
@@ -229,12 +229,15 @@ def run_sources(scale, layout):
 
 
 @pytest.mark.parametrize(
-    ("scale", "layout"),
-    [pytest.param(1.0, PACKED, id="packed", marks=pytest.mark.nightly), pytest.param(1 / 3, Layout(64), id="gaps")],
+    ("scale", "alignment_bytes"),
+    [
+        pytest.param(1.0, PACKED, id="packed", marks=pytest.mark.nightly),
+        pytest.param(1 / 3, ALIGNMENT_BYTES, id="gaps"),
+    ],
 )
-def test_a_bucket_is_right_for_each_kind_of_member(ranks, scale, layout):
+def test_a_bucket_is_right_for_each_kind_of_member(ranks, scale, alignment_bytes):
     """Copied are products that are read elsewhere, inputs, a convolution's kernel, and rows of an input."""
-    for copied in ranks.run(run_sources, scale, layout):
+    for copied in ranks.run(run_sources, scale, alignment_bytes):
         assert copied == {3, 4, 5, 10, 12, 14}
 
 

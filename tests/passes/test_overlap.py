@@ -16,7 +16,7 @@ from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, is_collective, is_wait
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
-from dp_compile.passes.crossing import LEAVE, WAIT_FOR_PARAMETERS, CompleteBeforeUse, DeferReductions
+from dp_compile.passes.crossing import LEAVE, WAIT_FOR_PARAMETERS, CompleteBeforeUse, defer_reductions
 from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassResult
@@ -210,7 +210,7 @@ def told(graph):
     for node in graph.nodes:
         provenance = edit.provenance_of(node)
         if is_collective(node):
-            launched[node] = letters[node.target] + provenance.unit.partition(".")[2]
+            launched[node] = letters[node.target] + str(provenance.unit[1])
             parts.append(launched[node])
         elif is_wait(node):
             parts.append(launched[node.all_input_nodes[0]].lower())
@@ -248,7 +248,7 @@ def left(plan, updates, *, returned=(), crosses=True):
     bucket_of = {m.gradient.index: number for number, bucket in enumerate(plan.buckets) for m in bucket.members}
     values = [torch.randn(4, 4) for _ in range(5)]
     graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates((-1, 0, 1, 2, 3)))).graph
-    DeferReductions((plan,), ((crosses,) * len(updates),))(graph)
+    defer_reductions(graph, [plan], [[crosses] * len(updates)])
     graph.lint()
     return graph
 

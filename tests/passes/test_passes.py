@@ -11,7 +11,6 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, emit
-from dp_compile.plan.buckets import Layout
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -29,7 +28,7 @@ def reduce_all(*grads):
 
 def test_a_bucket_with_gaps():
     grads = [Grad(index=0, shape=(5, 3)), Grad(index=1, shape=(2, 3), order=(1, 0)), Grad(index=2, shape=(9, 2))]
-    plan = plan_for(grads, layout=Layout(64))
+    plan = plan_for(grads, alignment_bytes=64)
     module = run_passes(reduce_all(*grads), plan)
     assert_expected_inline(
         short(module.graph).replace("flat_bucket([", "flat_bucket(\n["),
@@ -214,6 +213,7 @@ def test_the_cache_key_sees_passes_options_and_plans():
         uuid(DEFAULT_PASSES, plan_for([Grad(index=0, group="1"), Grad(index=1)])),
         uuid((BucketReductions(zero_gaps=True), ScheduleCollectives())),
         Pipeline(DEFAULT_PASSES, (), lambda result: None, (True, False)).uuid(),
+        Pipeline(DEFAULT_PASSES, (), lambda result: None, (), [[True]]).uuid(),
     ]
     assert uuid(DEFAULT_PASSES, plan) == keys[1]
     assert len(set(keys)) == len(keys)

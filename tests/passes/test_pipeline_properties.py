@@ -21,7 +21,7 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD
-from dp_compile.plan.buckets import BucketPlan, Layout, plan_buckets
+from dp_compile.plan.buckets import BucketPlan, bucket_of, plan_buckets
 from dp_compile.plan.words import BYTES_PER_MB
 
 aten = torch.ops.aten
@@ -201,10 +201,11 @@ STEPS = (
 
 def _plan(draw, grads):
     specs = [grad.spec for grad in draw(st.permutations(grads))]
-    layout = Layout(draw(st.sampled_from([1, 16, 64])))
+    alignment_bytes = draw(st.sampled_from([1, 16, 64]))
     if draw(st.booleans()) or not grads:
         caps_mb = st.sampled_from([1 / BYTES_PER_MB, 16 / BYTES_PER_MB, 64 / BYTES_PER_MB, math.inf])
-        return plan_buckets(specs, bucket_cap_mb=draw(caps_mb), first_bucket_cap_mb=draw(caps_mb), layout=layout)
+        caps = {"bucket_cap_mb": draw(caps_mb), "first_bucket_cap_mb": draw(caps_mb)}
+        return plan_buckets(specs, **caps, alignment_bytes=alignment_bytes)
     buckets = []  # of any size in any order, none of which mixes keys
     for spec in specs:
         same = [bucket for bucket in buckets if bucket[0].key == spec.key]
@@ -212,7 +213,7 @@ def _plan(draw, grads):
             draw(st.sampled_from(same)).append(spec)
         else:
             buckets.append([spec])
-    return BucketPlan(tuple(layout.bucket(bucket) for bucket in buckets))
+    return BucketPlan(tuple(bucket_of(bucket, alignment_bytes) for bucket in buckets))
 
 
 @st.composite

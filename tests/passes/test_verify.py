@@ -11,21 +11,21 @@ from graphs import replace as replace_node
 from dp_compile.comm_hooks.functional import FunctionalHook, register
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective, is_wait
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.memory import Running
 from dp_compile.passes.reduction import FLAT_BUCKET, HOOK_STEP, REDUCE_GRAD
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
 from dp_compile.passes.verify import Checks
 from dp_compile.plan.backends import GLOO, NCCL
-from dp_compile.plan.buckets import Layout, plan_buckets
+from dp_compile.plan.buckets import plan_buckets
 from dp_compile.plan.reduction import Averaging, Levels
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 aten = torch.ops.aten
 
 GRADS = [Grad(index=0), Grad(index=1), Grad(index=2, shape=(2, 3)), Grad(index=3, shape=(2, 3), order=(1, 0))]
-MADE_HERE = edit.Provenance("0.0")
+MADE_HERE = edit.Provenance((0, 0))
 
 
 def traced():
@@ -139,7 +139,7 @@ def scattered_plan(backend, wire=None, divide_by=None):
     """Two buckets of which each rank keeps a part."""
     reduction = Averaging(scattered=True, wire=wire, divide_by=divide_by).reduction("0", backend, 2, "float32")
     specs = [replace(grad.spec, key=grad.spec.key._replace(reduction=reduction)) for grad in GRADS]
-    return plan_buckets(specs, bucket_cap_mb=4e-5, first_bucket_cap_mb=3e-5, layout=Layout(16))
+    return plan_buckets(specs, bucket_cap_mb=4e-5, first_bucket_cap_mb=3e-5, alignment_bytes=16)
 
 
 def updating(*edits, plan):
@@ -253,6 +253,22 @@ def test_what_is_changed_is_found():
     module = trace(backward, *(grad.values() for grad in TWO))
     with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
         run_passes(module, plan(), passes=(*DEFAULT_PASSES, Changed(local_sums)))
+
+
+@dataclass(frozen=True)
+class Thrice(FunctionalHook):
+    rounds: ClassVar[tuple[str, ...]] = ("all_reduce",) * 3
+
+    def reduce(self, bucket):
+        for _ in self.rounds:
+            yield torch.cat([gradient.flatten() for gradient in bucket.gradients])
+        return list(bucket.gradients), bucket.state
+
+
+def test_each_round_of_a_hook_is_launched_after_the_one_before():
+    module, (key, hook) = trace(backward, *(grad.values() for grad in TWO)), register(Thrice())
+    graph = run_passes(module, plan(key, hook)).graph
+    assert [node.target for node in graph.nodes if is_collective(node) or is_wait(node)] == [ALL_REDUCE, WAIT] * 3
 
 
 def test_gradients_that_a_compiler_moves_between_steps():

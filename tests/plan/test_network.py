@@ -15,14 +15,13 @@ from dp_compile.errors import ConfigError
 from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.backends import GLOO, NCCL
-from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, plan_buckets
+from dp_compile.plan.buckets import BucketKey, GradientSpec, bucket_of, plan_buckets
 from dp_compile.plan.cost import (
     LINKS,
     AllReduceCost,
     Link,
     TimesDoNotGrow,
     fit,
-    line,
     link,
     nominal_cost,
     ring,
@@ -81,7 +80,7 @@ def test_a_bucket_divides_into_parts_of_16_elements():
     assert [bucket.padding_nbytes for bucket in plan.buckets] == [176, 0, 188]
     for levels, numel, padded in ((LEVELS, 0, 0), (None, 49, 49)):
         (spec,) = specs(levels, numel)
-        assert PACKED.bucket([spec]).numel == padded
+        assert bucket_of([spec]).numel == padded
 
 
 def test_two_levels_cost_their_three_stages():
@@ -107,7 +106,7 @@ def test_the_two_links_carry_stages_beside_each_other():
     inside   0 1 2     0 1 2
     between    0 1 2
     """
-    jobs = [Job(number, float(number), (Leg(INSIDE, 1.0), Leg(BETWEEN, 1.0), Leg(INSIDE, 1.0))) for number in range(3)]
+    jobs = [Job(float(number), (Leg(INSIDE, 1.0), Leg(BETWEEN, 1.0), Leg(INSIDE, 1.0))) for number in range(3)]
     found = list(launches(jobs, backward_s=2.0))
     assert [[tuple(stage)[:3] for stage in each.stages] for each in found] == [
         [(INSIDE, 0.0, 1.0), (BETWEEN, 1.0, 2.0), (INSIDE, 3.0, 4.0)],
@@ -122,9 +121,9 @@ def test_the_two_links_carry_stages_beside_each_other():
 def test_who_launches_a_stage_waits_for_the_one_before_and_compute_with_it():
     """The first stage of the first bucket takes longer than compute needs to come to the second bucket."""
     jobs = [
-        Job(0, 0.0, (Leg(INSIDE, 5.0), Leg(BETWEEN, 1.0), Leg(INSIDE, 1.0))),
-        Job(1, 1.0, (Leg(WHOLE, 1.0),)),
-        Job(2, 3.0, (Leg(WHOLE, 1.0),)),
+        Job(0.0, (Leg(INSIDE, 5.0), Leg(BETWEEN, 1.0), Leg(INSIDE, 1.0))),
+        Job(1.0, (Leg(WHOLE, 1.0),)),
+        Job(3.0, (Leg(WHOLE, 1.0),)),
     ]
     first, second, third = launches(jobs, backward_s=4.0)
     assert (second.ready_s, second.start_s) == (1.0, 5.0)
@@ -150,7 +149,7 @@ def test_the_bound_by_hand():
 @pytest.mark.parametrize("n", [1, 8, 1000, 2**29])
 def test_formulas_are_those_of_textbooks(n):
     for formula, hops in ((ring, 2 * (n - 1)), (ring_or_tree, 2 * math.ceil(math.log2(n)))):
-        cost = line(formula, n, launch_s=8e-6, hop_s=3e-6, busbw=1e11)
+        cost = Link("any", 3.0, 100.0).cost(n, hops=formula, launch_us=8.0)
         assert cost.alpha_s == pytest.approx(8e-6 + hops * 3e-6)
         assert cost.beta_s_per_byte == pytest.approx(2 * (n - 1) / n / 1e11)
         assert cost.scaled(2).seconds(10**9) == pytest.approx(2 * cost.seconds(10**9))

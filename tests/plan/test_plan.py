@@ -14,7 +14,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile.config import ReplicateConfig
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, bucket_of, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.words import BYTES_PER_MB
 from dp_compile.replication.calibration import calibrate
@@ -46,7 +46,7 @@ def indices(plan):
 )
 def test_members_start_at_multiples(numels, alignment, offsets, padding):
     gradients = [gradient(index, numel) for index, numel in enumerate(numels)]
-    bucket = Layout(alignment).bucket(gradients)
+    bucket = bucket_of(gradients, alignment)
     assert [member.offset for member in bucket.members] == offsets
     assert bucket.padding_nbytes == padding
     assert bucket.nbytes == 4 * sum(numels)
@@ -109,8 +109,7 @@ def test_the_signature_sees_every_change():
     ]
     plans = [plan_of([dataclasses.replace(before[0], **change), *before[1:]], 1, 1) for change in changes]
     plans += [plan_of(before, *caps) for caps in [(1, 1), (32, 1), (32, 32), (64, 64)]]
-    layouts = [Layout(1), Layout(64)]
-    plans += [BucketPlan((layout.bucket([gradient(0, 5), gradient(1, 16)]),)) for layout in layouts]
+    plans += [BucketPlan((bucket_of([gradient(0, 5), gradient(1, 16)], alignment),)) for alignment in (1, 64)]
     assert len({plan.signature() for plan in plans}) == len(plans)
 
 

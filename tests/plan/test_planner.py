@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dp_compile.plan import crossing
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, GradientSpec, partition_by_size, plan_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, GradientSpec, bucket_of, partition_by_size, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, ratios, step_seconds
 from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound, release_times
@@ -181,13 +181,13 @@ def members(plan):
 
 
 def jobs_with(sizes, shares, backward_s):
-    buckets = [PACKED.bucket([gradient(index, size)]) for index, size in enumerate(sizes)]
+    buckets = [bucket_of([gradient(index, size)]) for index, size in enumerate(sizes)]
     return crossing.jobs_of(buckets, times(shares, backward_s), SECOND_A_BYTE, backward_s)
 
 
 def test_what_is_read_first_goes_first_and_the_flags_alone_before_all():
     """Each takes 40 s, and they are ready after 25, 50, 75 and 100: the second is sent behind the third and fourth."""
-    plan = plan_crossing(planned([40] * 4), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, None).plan
+    plan = plan_crossing(planned([40] * 4), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, cuts=False).plan
     assert members(plan) == [[4], [0], [2], [3], [1]]
     assert plan.flags.name == UNUSED_FLAGS
 
@@ -196,8 +196,8 @@ def test_products_of_later_layers_are_computed_while_the_first_gradient_is_sent(
     """Of 100 s each gradient needs 10 alone. The last, launched first, is ready after 70 of them, and there at 110."""
     said, sizes = times([0.25, 0.5, 0.75, 1.0], 100.0, [0.1] * 4), [4, 4, 4, 40]
     assert said.launches([[gradient(index, 4)] for index in (3, 0, 1, 2)]) == pytest.approx([0.7, 0.8, 0.9, 1.0])
-    assert members(plan_crossing(planned(sizes), said, SECOND_A_BYTE, None).plan) == [[4], [3], [2], [1], [0]]
-    in_order = plan_crossing(planned(sizes), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, None).plan
+    assert members(plan_crossing(planned(sizes), said, SECOND_A_BYTE, cuts=False).plan) == [[4], [3], [2], [1], [0]]
+    in_order = plan_crossing(planned(sizes), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, cuts=False).plan
     assert members(in_order)[-1] == [3]
 
 
@@ -205,7 +205,7 @@ def test_buckets_are_cut_smaller_where_that_pays():
     """One bucket could only be sent at the end of the backward."""
     one, said = planned([40] * 8, cap=10**6), times([each / 8 for each in range(1, 9)], 320.0)
     assert len(one.plan.buckets) == 1
-    kept, cut = (plan_crossing(one, said, SECOND_A_BYTE, layout).plan for layout in (None, PACKED))
+    kept, cut = (plan_crossing(one, said, SECOND_A_BYTE, cuts=cuts).plan for cuts in (False, True))
     assert (len(kept.buckets), len(cut.buckets)) == (2, 9)
     assert sorted(index for bucket in members(cut) for index in bucket) == [*range(9)]
 
@@ -213,7 +213,7 @@ def test_buckets_are_cut_smaller_where_that_pays():
 def test_who_waits_for_whom_by_hand():
     """Read at 100, 110 and 140 s; there at 120, 160 and 164 s: after the first wait of 20 s the others shift by it."""
     jobs = [
-        Job(PACKED.bucket([gradient(index, 4)]), ready_s, needed_s, seconds)
+        Job(bucket_of([gradient(index, 4)]), ready_s, needed_s, seconds)
         for index, (ready_s, needed_s, seconds) in enumerate(
             [(80.0, 100.0, 40.0), (90.0, 110.0, 40.0), (0.0, 140.0, 4.0)]
         )
@@ -243,13 +243,13 @@ def test_what_a_plan_for_two_halves_promises():
             cost=SECOND_A_BYTE,
             backward_s=100.0,
         )
-        found = plan_crossing(one._replace(certificate=before), said, SECOND_A_BYTE, None)
+        found = plan_crossing(one._replace(certificate=before), said, SECOND_A_BYTE, cuts=False)
         promise = found.certificate
         assert promise.crosses
         assert promise.bound_s == pytest.approx(bound_s, rel=1e-3)
         assert 1.0 <= promise.ratio <= promise.worst_ratio
         assert promise.promise.startswith("of backward and next forward ")
-    assert plan_crossing(planned([4]), said, SECOND_A_BYTE, None).certificate is None
+    assert plan_crossing(planned([4]), said, SECOND_A_BYTE, cuts=False).certificate is None
 
 
 SIZES = st.lists(st.integers(1, 15).map(lambda each: 4 * each), min_size=1, max_size=6)
@@ -271,9 +271,9 @@ def test_what_is_chosen_is_never_worse_than_what_was_given(sizes, data):
     shares = sorted(data.draw(st.lists(st.floats(0.05, 1.0), min_size=len(sizes), max_size=len(sizes))))
     backward_s = float(sum(sizes))
     said, before = times(shares, backward_s), planned(sizes)
-    plan = plan_crossing(before, said, SECOND_A_BYTE, PACKED).plan
+    plan = plan_crossing(before, said, SECOND_A_BYTE, cuts=True).plan
     now, then = (
         sum(ratios(crossing.jobs_of(buckets, said, SECOND_A_BYTE, backward_s), backward_s))
-        for buckets in (plan.buckets[1:], [PACKED.bucket([each]) for each in before.plan.gradients[:-1]])
+        for buckets in (plan.buckets[1:], [bucket_of([each]) for each in before.plan.gradients[:-1]])
     )
     assert now <= then + 1e-9
