@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dp_compile.bench.modes import mode
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
 from dp_compile.bench.results import Cell, ModeResult, Results, environment, save
 from dp_compile.bench.suites import COLD, WARM, Suite
-from dp_compile.bench.workers import START_TIMEOUT_S, call, link, ranks_of
+from dp_compile.bench.workers import START_TIMEOUT_S, end, expect, link, ranks_of, start, steps
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import DPCompileError
 from dp_compile.testing.ranks import RankError, Ranks
@@ -51,10 +51,10 @@ class Runner:
         cell, compute_s = Cell(name, "-"), 0.0
         try:
             with open_network(Network("loopback"), ranks=self.suite.ranks) as place, ranks_of(place, {}) as ranks:
-                nbytes = ask(ranks, "expect", name, self._file(f"gradients {name}.pt"))[0]
+                nbytes = ranks.run(expect, name, self._file(f"gradients {name}.pt"), timeout_s=START_TIMEOUT_S)[0]
                 if any(network.comm_over_compute is not None for network in self.suite.networks):
                     say(f"{name}: compute alone")
-                    ask(ranks, "start", name, "compute", "", max(1, self.suite.warmup_steps))
+                    ranks.run(start, name, "compute", "", max(1, self.suite.warmup_steps), timeout_s=START_TIMEOUT_S)
                     compute_s = statistics.median(self._turn(ranks) for _ in range(self.suite.repetitions))
         except RankError as error:
             return replace(cell, skipped=f"the workload itself fails: {_cause(error)}")
@@ -100,7 +100,8 @@ class Runner:
         try:
             made = mode(result.name)
             expected = "" if made.is_bound else self._file(f"gradients {name}.pt")
-            answers = ask(ranks, "start", name, result.name, expected, self.suite.warmup_steps)
+            given = name, result.name, expected, self.suite.warmup_steps
+            answers = ranks.run(start, *given, timeout_s=START_TIMEOUT_S)
         except Exception as error:  # of the mode's code too: other modes go on
             return replace(result, reason=_cause(error))
         allowed = workload(name).tolerance
@@ -122,7 +123,7 @@ class Runner:
                     if number < self.suite.repetitions:
                         results[name] = replace(result, step_s=(*result.step_s, self._turn(running[name])))
                     else:
-                        ended = ask(running[name], "end", timeout_s=_TURN_TIMEOUT_S)
+                        ended = running[name].run(end, timeout_s=_TURN_TIMEOUT_S)
                         peak_nbytes = max(peak for peak, _ in ended)
                         results[name] = replace(result, peak_nbytes=peak_nbytes, counts=ended[0][1])
                 except RankError as error:
@@ -131,7 +132,7 @@ class Runner:
 
     def _turn(self, ranks: Ranks) -> float:
         """Seconds a step of the slowest rank."""
-        return float(max(ask(ranks, "steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
+        return float(max(ranks.run(steps, self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
 
     def _cache(self, name: str, mode: str) -> dict[str, str]:
         """Where compiled code of a start is kept; `shared`: where the machine keeps it."""
@@ -142,11 +143,6 @@ class Runner:
 
     def _file(self, text: str) -> str:
         return str(self.scratch / re.sub(r"[^\w.]", "-", text))
-
-
-def ask(ranks: Ranks, method: str, *arguments: Any, timeout_s: float = START_TIMEOUT_S) -> list[Any]:
-    """Call a method of `workers.Rank` on all ranks at the same time; the values by rank."""
-    return ranks.run(call, method, *arguments, timeout_s=timeout_s)
 
 
 def say(text: str) -> None:

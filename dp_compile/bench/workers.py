@@ -55,80 +55,80 @@ def _begin(place: Placement, rank: int, processes: int, directory: str) -> None:
 
 
 @dataclass(slots=True)
-class Rank:
-    """The public methods are called by `call`."""
+class _State:
+    """Of this process."""
 
     rank: int = 0
     processes: int = 1
     trainer: Trainer = field(default_factory=Trainer)
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
 
-    def expect(self, name: str, path: str) -> int:
-        """Rank 0 writes the gradients that `start` compares with. Returns the bytes of one set."""
-        if self.rank > 0:
-            return 0
-        averages = {ranks: average_gradients(workload(name), ranks) for ranks in {1, self.processes}}
-        torch.save(averages, path)
-        return sum(gradient.nbytes for gradient in averages[1].values())
 
-    def start(self, name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
-        """Build the mode's trainer, compare its first gradients unless `expected` is empty, and warm it up.
-
-        Returns the seconds of all but the comparison, the largest error of a gradient, and its parameter.
-        """
-        chosen = workload(name)
-        self.batches = batches(chosen, self.rank)
-        torch.manual_seed(SEED)
-        begin = time.perf_counter()
-        self.trainer = mode(mode_name).prepare(chosen)
-        gradients = self.trainer.gradients(next(batches(chosen, self.rank))) if expected else {}
-        _synchronize()
-        seconds, parameter, error = time.perf_counter() - begin, "", 0.0
-        if expected:
-            parameter, error = compare(gradients, torch.load(expected, mmap=True)[self.processes])
-            if not error <= chosen.tolerance:
-                return seconds, error, parameter
-        if warmup_steps:
-            seconds += warmup_steps * self.steps(warmup_steps)
-        if torch.accelerator.is_available():
-            torch.accelerator.reset_peak_memory_stats()
-        else:
-            with suppress(OSError):  # then the peak of the compilation counts too
-                Path("/proc/self/clear_refs").write_text("5")
-        return seconds, error, parameter
-
-    def steps(self, count: int) -> float:
-        """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
-        trainer = self.trainer
-        given = [next(self.batches) for _ in range(count + trainer.defers)]
-        if dist.is_initialized():
-            dist.barrier()
-        if trainer.defers:
-            trainer.step(given.pop())
-            _synchronize(only_compute=True)
-        begin = time.perf_counter()
-        for batch in given:
-            trainer.step(batch)
-        _synchronize(only_compute=trainer.defers)
-        wall_s = time.perf_counter() - begin
-        if trainer.defers:
-            trainer.wait()
-        return wall_s / count
-
-    def end(self) -> tuple[int, Mapping[str, int]]:
-        """The peak of memory since the start, and the counts of the mode."""
-        counts = self.trainer.counts()
-        if torch.accelerator.is_available():
-            return int(torch.accelerator.max_memory_allocated()), counts
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else 0, counts
+this: Final = _State()
 
 
-this: Final = Rank()  # that of this process
+def expect(name: str, path: str) -> int:
+    """Rank 0 writes the gradients that `start` compares with. Returns the bytes of one set."""
+    if this.rank > 0:
+        return 0
+    averages = {ranks: average_gradients(workload(name), ranks) for ranks in {1, this.processes}}
+    torch.save(averages, path)
+    return sum(gradient.nbytes for gradient in averages[1].values())
 
 
-def call(method: str, *arguments: Any) -> Any:
-    return getattr(this, method)(*arguments)
+def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
+    """Build the mode's trainer, compare its first gradients unless `expected` is empty, and warm it up.
+
+    Returns the seconds of all but the comparison, the largest error of a gradient, and its parameter.
+    """
+    chosen = workload(name)
+    this.batches = batches(chosen, this.rank)
+    torch.manual_seed(SEED)
+    begin = time.perf_counter()
+    this.trainer = mode(mode_name).prepare(chosen)
+    gradients = this.trainer.gradients(next(batches(chosen, this.rank))) if expected else {}
+    _synchronize()
+    seconds, parameter, error = time.perf_counter() - begin, "", 0.0
+    if expected:
+        parameter, error = compare(gradients, torch.load(expected, mmap=True)[this.processes])
+        if not error <= chosen.tolerance:
+            return seconds, error, parameter
+    if warmup_steps:
+        seconds += warmup_steps * steps(warmup_steps)
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):  # then the peak of the compilation counts too
+            Path("/proc/self/clear_refs").write_text("5")
+    return seconds, error, parameter
+
+
+def steps(count: int) -> float:
+    """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
+    trainer = this.trainer
+    given = [next(this.batches) for _ in range(count + trainer.defers)]
+    if dist.is_initialized():
+        dist.barrier()
+    if trainer.defers:
+        trainer.step(given.pop())
+        _synchronize(only_compute=True)
+    begin = time.perf_counter()
+    for batch in given:
+        trainer.step(batch)
+    _synchronize(only_compute=trainer.defers)
+    wall_s = time.perf_counter() - begin
+    if trainer.defers:
+        trainer.wait()
+    return wall_s / count
+
+
+def end() -> tuple[int, Mapping[str, int]]:
+    """The peak of memory since the start, and the counts of the mode."""
+    counts = this.trainer.counts()
+    if torch.accelerator.is_available():
+        return int(torch.accelerator.max_memory_allocated()), counts
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0, counts
 
 
 def _synchronize(*, only_compute: bool = False) -> None:

@@ -38,35 +38,28 @@ _measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
 class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
-    `promise`: what the plan was predicted to reach, if it was made from a cost. `measured`: how long the backward took,
-    if it was timed, as `explain` says too. `divided_by`: the `gradient_divide_factor`; `None`: the number of ranks, or
-    as a comm hook does. `why_not_captured`: why the comm hook is called with each bucket, if it is. `updates`: what
-    follows a backward on each rank, as an optimizer that updates in it, and what that spares.
-    `memory`: what stays allocated for buckets between backwards.
+    `updates`: what follows a backward on each rank, as an optimizer that updates in it, and what that spares.
+    `why_not_captured`: why the comm hook is called with each bucket, if it is. `promise`: what the plan was predicted
+    to reach, if it was made from a cost. `notes`: a `gradient_divide_factor`, what a measured backward took, what stays
+    allocated for buckets between backwards.
     """
 
     mode: str
     world_size: int
     plan: BucketPlan
-    captures: tuple[CaptureRecord, ...]
+    captures: tuple[CaptureRecord, ...] = ()
     backwards: Mapping[str, int] = field(default_factory=dict)
-    promise: str = ""
-    divided_by: float | None = None
-    why_not_captured: str = ""
     updates: str = ""
-    measured: str = ""
-    memory: str = ""
+    why_not_captured: str = ""
+    promise: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
-        lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
-        lines += [text for text in (self.updates, self.why_not_captured, self.measured, self.promise) if text]
-        lines.append(str(self.plan))
-        for number, record in enumerate(self.captures):
-            lines.append(f"captured backward {number}: {record}")
-        lines += [self.memory] if self.memory else []
-        return in_columns("\n".join(lines))
+        lines += [self.updates, self.why_not_captured, *self.notes, self.promise, str(self.plan)]
+        lines += [f"captured backward {number}: {record}" for number, record in enumerate(self.captures)]
+        return in_columns("\n".join(filter(None, lines)))
 
 
 def report(module: nn.Module) -> Report:
@@ -79,21 +72,21 @@ def report(module: nn.Module) -> Report:
     """
     if distributed.is_reduced_by_torch(inner := unwrap(module)) and not is_replicated(module):
         ranks = distributed.ranks_of_torch_ddp(inner)
-        return Report("torch's own DDP (ddp_python_hook=False)", ranks, BucketPlan(()), ())
+        return Report("torch's own DDP (ddp_python_hook=False)", ranks, BucketPlan(()))
     replica = replica_of(module)
-    hook, seen = replica.called_hook, _measured.get(replica)
+    hook, seen, divide_by = replica.called_hook, _measured.get(replica), replica.group.averaging.divide_by
+    notes = [] if divide_by is None else [f"gradients divided by {divide_by:g}"]
+    notes += [] if seen is None else [f"backward: {seen}, on rank {seen.rank}"]
     return Report(
         replica.mode,
         replica.group.world_size,
         replica.plan,
         tuple(replica.history.captures.values()),
         dict(replica.history.backwards),
-        _promise(replica),
-        measured="" if seen is None else f"backward: {seen}, on rank {seen.rank}",
-        divided_by=replica.group.averaging.divide_by,
-        why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
         updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
-        memory=_kept_memory(replica),
+        why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
+        promise=_promise(replica),
+        notes=(*notes, *_kept_memory(replica)),
     )
 
 
@@ -114,15 +107,14 @@ def _promise(replica: Replica) -> str:
     )
 
 
-def _kept_memory(replica: Replica) -> str:
+def _kept_memory(replica: Replica) -> list[str]:
     memory = replica.state.bucket_memory
     if not memory.kept:
-        return ""
+        return []
     which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
-    return (
-        f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
-        f"{count(memory.buckets, 'bucket')}{'' if replica.plan.keeps_memory else which}"
-    )
+    which = "" if replica.plan.keeps_memory else which
+    kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
+    return [f"memory that backwards use again: {kept}{which}"]
 
 
 def step_of(module: nn.Module) -> Step:

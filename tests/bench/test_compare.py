@@ -21,7 +21,7 @@ from dp_compile.bench.contract import Trainer
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
 from dp_compile.bench.results import Cell, ModeResult, Results, compare, environment
 from dp_compile.bench.suites import Suite
-from dp_compile.bench.workers import link, ranks_of
+from dp_compile.bench.workers import ranks_of
 from dp_compile.bench.workloads import workload
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
@@ -236,8 +236,8 @@ def test_modes_take_turns_after_all_are_warm_and_the_slowest_rank_counts(monkeyp
     def simulated_ranks(*_):
         mode = []
 
-        def answer(function, method="", *arguments, **_):
-            if function is link:
+        def answer(function, *arguments, **_):
+            if (method := function.__name__) == "link":
                 return [LINK, LINK]
             mode[:] = arguments[1:2] if method == "start" else mode
             calls.append((*mode, method))
@@ -281,19 +281,19 @@ class Sends(Trainer):
 def test_deferred_communication_is_in_flight_in_turns_of_its_mode(monkeypatch, steps):
     """Otherwise it would arrive in those of others: a step of 1 s, and 3 s of traffic in the turn of another mode."""
     trainer = Sends()
-    rank = workers.Rank(0, 1, trainer=trainer, batches=itertools.repeat(()))
+    monkeypatch.setattr(workers, "this", mock.Mock(trainer=trainer, batches=itertools.repeat(())))
     monkeypatch.setattr(time, "perf_counter", lambda: trainer.now)
     for _ in range(3):
-        assert rank.steps(steps) == 3
+        assert workers.steps(steps) == 3
         assert trainer.arrives <= trainer.now
         trainer.now += 50  # turns of others
 
 
 def test_a_rank_that_is_late_is_named():
     with ranks_of(Placement("gloo", 2, {"GLOO_SOCKET_IFNAME": "lo"}), {}) as ranks:
-        assert runner.ask(ranks, "start", TINY, "bench_standins:hangs", "", 0)
+        assert ranks.run(workers.start, TINY, "bench_standins:hangs", "", 0)
         with pytest.raises(RankError, match=r"rank 0: finished\nrank 1: hangs\n(.*\n)* .*in step\n"):
-            runner.ask(ranks, "steps", 1, timeout_s=5.0)
+            ranks.run(workers.steps, 1, timeout_s=5.0)
 
 
 def write_suite(directory, *modes):

@@ -170,7 +170,7 @@ def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(captured, monkey
             assert training.kept == where
             assert now == gradients or not captured  # else the average is copied to what autograd allocates
         said = dp_compile.report(training.model)
-        assert said.memory == "memory that backwards use again: 21.4 KiB of 3 buckets"
+        assert said.notes == ("memory that backwards use again: 21.4 KiB of 3 buckets",)
         assert set(said.backwards) == {"captured" if captured else "eager hooks"}
         kept = training.step(4)
         values = [each.clone() for each in kept]
