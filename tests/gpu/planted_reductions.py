@@ -6,11 +6,5 @@ from dp_compile.passes import bucketing, verify
 def factor():
     """What is reduced is multiplied by two. The checks of the pipeline are off: they would refuse it themselves."""
     verify.Checks.run = lambda *given, **named: None
-    factors = bucketing.GraphOps.factors
-
-    def doubled(self, reduction):
-        scale, post_scale = factors(self, reduction)
-        return scale, 2.0 * post_scale
-
-    # `restored` leaves a factor of 1.0 out.
-    bucketing.GraphOps.factors = doubled
+    fill = bucketing.GraphOps.fill
+    bucketing.GraphOps.fill = lambda self, scale, *rest: fill(self, 2.0 * scale, *rest)
