@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from dp_compile.plan.words import count
 from dp_compile.replica.gradients import tensor_spec
 from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica
-from dp_compile.replica.sinks import UpdateRequest, Updates
+from dp_compile.replica.sinks import Updates
 
 ALIGNMENT_BYTES: Final = 128
 """Of parameters in their bucket. Inductor copies an input that is less aligned than the one it compiled for."""
@@ -259,8 +259,6 @@ class MixingUpdates(Updates):
     handles: list[RemovableHandle] = field(default_factory=list)
     _scale: tuple[torch.Tensor, dist.Work, Edge] | None = None  # the least of the edge, on its way
     _broken: str = ""
-    is_alive: ClassVar = True
-    deferred: ClassVar = None
 
     def __post_init__(self) -> None:
         self._before_mixing = getattr(self.optimizer, "pre_average_hook", None)
@@ -277,9 +275,6 @@ class MixingUpdates(Updates):
                 "a backward ran while parameters hold the global average. Reverting the average would discard its "
                 "update. Train outside of global_average(), or call revert_global_avg() first."
             )
-
-    def update_request(self, *, keep_graph: bool) -> UpdateRequest:
-        return UpdateRequest()  # all of it comes at the end
 
     def apply(self, *_: object) -> None:
         raise AssertionError("no backward of a decentralized module is captured")

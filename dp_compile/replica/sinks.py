@@ -54,20 +54,24 @@ class Sink(Protocol):
 
 
 class Updates(Sink, Protocol):
-    """One optimizer of one module. A subclass without a method does nothing there."""
+    """One optimizer of one module. A subclass without a method lives on, asks for nothing and does nothing there."""
 
     @property
-    def deferred(self) -> Deferred | None: ...
+    def deferred(self) -> Deferred | None:
+        """What it has left for the next forward, if it can."""
+        return None
 
     @property
     def is_alive(self) -> bool:
         """Whether the optimizer still exists."""
+        return True
 
     def begin(self) -> None:
         """A backward begins; a `ReductionError` if the step before has not ended, or broke off between two updates."""
 
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
         """May raise `ReductionError` if the graph is kept, for another backward with parameters of before."""
+        return UpdateRequest()
 
     def ended(self) -> None:
         """A synchronised backward has ended well: update what it has not updated."""
