@@ -195,7 +195,8 @@ class Monitor:
         self._watched: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._store: distributed.Store | None = None
-        self._rank, self._beat, self._leaving = -1, 0, False
+        self._rank, self._beat = -1, 0
+        self._is_running = self._leaving = False  # the thread, the program
 
     def watch(self, replica: Replica) -> None:
         """Publish the progress of a replica until it or the process group is gone, and warn when it is stuck."""
@@ -205,16 +206,21 @@ class Monitor:
             self._watched.add(replica)
             self._rank = dist.get_rank()
             self._store = distributed.connect_again(distributed.default_store(), STORE_TIMEOUT_S)
-            if self._thread is None:
+            if not self._is_running:
+                self._is_running = True
                 self._thread = threading.Thread(target=self._run, name="dp_compile monitor", daemon=True)
                 self._thread.start()
 
     def leave(self) -> None:
-        """Publish that this program ends. Waits a moment for the thread, never long."""
+        """Publish that this program ends, and wait for the thread, at most as long as the store may take.
+
+        A thread that comes back from native code when Python has finalized aborts the process (CPython 3.11: its
+        `pthread_exit` unwinds pybind11's `noexcept` destructors).
+        """
         self._leaving = True
         self.wake.set()
-        if (thread := self._thread) is not None:
-            thread.join(timeout=1.0)
+        if self._thread is not None:
+            self._thread.join(timeout=STORE_TIMEOUT_S + 1.0)
 
     def read(self, ranks: Sequence[int]) -> Mapping[int, RankStatus] | None:
         """What each rank has published while this waits, without those that do not; `None`: nothing can be read."""
@@ -226,6 +232,8 @@ class Monitor:
             # Rank 0 often serves the store and ends with its error: the others read first. 4 us a status were measured
             # on a TCPStore, where all ranks read at once when one dies.
             for _ in range(6 + (self._rank == 0)):
+                if self._leaving:
+                    break
                 self._publish()  # others may read too, and this thread may be the one that publishes
                 time.sleep(_interval_s() / 2 + dist.get_world_size() / 600)
             after = read_statuses(store, ranks).items()
@@ -247,7 +255,7 @@ class Monitor:
             except RuntimeError:  # the store is gone
                 ends = True
             if ends:
-                self._thread = self._store = None
+                self._is_running, self._store = False, None
                 return False
         for watched in {each.thread: each for each in _backwards}.values():
             with contextlib.suppress(RuntimeError, ValueError):

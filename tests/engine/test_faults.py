@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 from unittest import mock
@@ -204,6 +205,34 @@ def test_a_rank_ends_its_program():
     assert ok
     assert "CommunicationError: rank 0" in text
     assert "; rank 1 exited after 3 synchronised backwards" in text
+
+
+ENDS_WHILE_THE_STORE_IS_SLOW = """
+import time
+from unittest import mock
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from dp_compile.engine import monitor
+
+def write_slowly(*_):
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        slow.set("status", "of this rank")
+
+slow = dist.TCPStore("localhost", 0, is_master=True)
+monitor.distributed.connect_again, monitor.write_status = lambda *_: slow, write_slowly
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+replica = mock.MagicMock()
+monitor.MONITOR.watch(replica)
+assert monitor.MONITOR._thread is not None
+"""
+
+
+def test_the_program_ends_while_the_store_is_slow():
+    """A thread that native code returns to when Python has finalized aborts the process: a training that succeeded
+    had exit code -6, and torchrun ended the other ranks."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_THE_STORE_IS_SLOW], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def kill_first(model):
