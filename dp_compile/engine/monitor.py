@@ -194,9 +194,8 @@ class Monitor:
         self._lock, self.wake = threading.RLock(), threading.Event()
         self._watched: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
-        self._store: distributed.Store | None = None
-        self._rank, self._beat = -1, 0
-        self._is_running = self._leaving = False  # the thread, the program
+        self._store: distributed.Store | None = None  # while the thread runs
+        self._rank, self._beat, self._leaving = -1, 0, False
 
     def watch(self, replica: Replica) -> None:
         """Publish the progress of a replica until it or the process group is gone, and warn when it is stuck."""
@@ -205,16 +204,16 @@ class Monitor:
         with self._lock, contextlib.suppress(RuntimeError):  # no store: errors have only what this rank knows
             self._watched.add(replica)
             self._rank = dist.get_rank()
+            is_running = self._store is not None
             self._store = distributed.connect_again(distributed.default_store(), STORE_TIMEOUT_S)
-            if not self._is_running:
-                self._is_running = True
+            if not is_running:
                 self._thread = threading.Thread(target=self._run, name="dp_compile monitor", daemon=True)
                 self._thread.start()
 
     def leave(self) -> None:
         """Publish that this program ends, and wait for the thread, at most as long as the store may take.
 
-        A thread that comes back from native code when Python has finalized aborts the process (CPython 3.11: its
+        A thread that returns from native code after Python has finalized aborts the process (CPython 3.11: its
         `pthread_exit` unwinds pybind11's `noexcept` destructors).
         """
         self._leaving = True
@@ -233,7 +232,7 @@ class Monitor:
             # on a TCPStore, where all ranks read at once when one dies.
             for _ in range(6 + (self._rank == 0)):
                 if self._leaving:
-                    break
+                    return found
                 self._publish()  # others may read too, and this thread may be the one that publishes
                 time.sleep(_interval_s() / 2 + dist.get_world_size() / 600)
             after = read_statuses(store, ranks).items()
@@ -255,7 +254,7 @@ class Monitor:
             except RuntimeError:  # the store is gone
                 ends = True
             if ends:
-                self._is_running, self._store = False, None
+                self._store = None
                 return False
         for watched in {each.thread: each for each in _backwards}.values():
             with contextlib.suppress(RuntimeError, ValueError):

@@ -222,16 +222,17 @@ def write_slowly(*_):
 slow = dist.TCPStore("localhost", 0, is_master=True)
 monitor.distributed.connect_again, monitor.write_status = lambda *_: slow, write_slowly
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-replica = mock.MagicMock()
+replica = mock.MagicMock()  # the monitor holds it weakly
 monitor.MONITOR.watch(replica)
 assert monitor.MONITOR._thread is not None
 """
 
 
 def test_the_program_ends_while_the_store_is_slow():
-    """A thread that native code returns to when Python has finalized aborts the process: a training that succeeded
-    had exit code -6, and torchrun ended the other ranks."""
-    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_THE_STORE_IS_SLOW], capture_output=True, text=True)
+    """The monitor's thread is in native code then. Python aborts a process if such a thread returns after finalization:
+    a training that succeeded had exit code -6, and torchrun ended the other ranks."""
+    program = [sys.executable, "-c", ENDS_WHILE_THE_STORE_IS_SLOW]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=HANGS_AFTER_S)
     assert ended.returncode == 0, ended.stderr
 
 
