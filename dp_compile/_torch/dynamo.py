@@ -174,6 +174,31 @@ def _is_computed(node: fx.Node) -> bool:
     return (bool(node.users) or node.is_impure()) and node.target is not torch.ops.aten.zeros.default
 
 
+def refill_constants(graph_module: fx.GraphModule) -> None:
+    """In a captured graph, make again in each backward what has one value in all places, as the zeros that gradients of
+    an embedding are added to.
+
+    A forward from AOTAutograd's cache brings its backward pickled, which torch.fx traces anew: it evaluates calls
+    without tensors (torch 2.13). Their results, as large as a vocabulary, would stay as long as the code.
+    """
+    constants = graph_module.graph.find_nodes(op="get_attr")
+    for node in constants:
+        value = getattr(graph_module, str(node.target), None)
+        if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_contiguous():
+            continue
+        first = value.flatten()[0]
+        if bool((value == first).all()):
+            options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            with graph_module.graph.inserting_before(node):
+                args = [*value.shape], first.item()
+                full = graph_module.graph.call_function(torch.ops.aten.full.default, args, options)
+            node.replace_all_uses_with(full)
+            graph_module.graph.erase_node(node)
+            delattr(graph_module, str(node.target))
+    if constants:
+        graph_module.recompile()
+
+
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:
     """What a captured graph's check of an autograd function's outputs is given, each with what it has to be like.
     Nothing for a node that is no such check; `None` for an output that is not asked for."""

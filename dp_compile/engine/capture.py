@@ -34,6 +34,7 @@ class CapturedBackward:
     """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
+        dynamo.refill_constants(graph_module)
         self._graph_module = graph_module
         self._sites = find_sites(graph_module.graph)
         self._compiled: dict[Binding, CompiledBackward] = {}

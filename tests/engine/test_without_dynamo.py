@@ -345,7 +345,7 @@ class Positions(nn.Module):
         return self.last(x + self.position(torch.arange(len(x))))
 
 
-def test_a_forward_that_torch_saved_gives_the_same_gradients(fake_group):
+def test_a_forward_that_torch_saved_gives_the_same_gradients(fake_group, dynamos):
     """Plain `torch.compile` ran first: entries of AOTAutograd's cache have constants for calls without a tensor."""
     alone, x = Positions(), torch.randn(4, 6)
     with fresh_cache():
@@ -357,3 +357,11 @@ def test_a_forward_that_torch_saved_gives_the_same_gradients(fake_group):
         torch.compile(model)(x).square().mean().backward()
     expect_average(model, alone)
     assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert not dynamos
+
+
+def test_constants_of_one_value_are_made_again():
+    graph_module = fx.symbolic_trace(lambda x: x * torch.full((3,), 2.0) + torch.arange(3.0))
+    dynamo.refill_constants(graph_module)
+    assert [each.tolist() for each in graph_module.buffers()] == [[0.0, 1.0, 2.0]]
+    torch.testing.assert_close(graph_module(torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
