@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ from dp_compile.replication.module import (
     unwrap,
     wrap,
 )
-from dp_compile.replication.replicate import merge_options, options_of_torch, replicate_module
+from dp_compile.replication.replicate import OPTIONS, merge_options, options_of_torch, replicate_module
 from dp_compile.replication.selection import device_of, is_waiting
 
 if TYPE_CHECKING:
@@ -69,16 +68,15 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """With `ddp_python_hook=False`, or `DP_COMPILE_DDP_PYTHON_HOOK=0`, torch's own wrapper."""
-        fields = {each.name for each in dataclasses.fields(ReplicateConfig)}
         try:
             given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
-            options = merge_options(given.get("config"), {name: given[name] for name in fields & given.keys()})
+            options = merge_options(given.get("config"), {name: given[name] for name in OPTIONS & given.keys()})
         except (TypeError, ConfigError):  # a copy, a pickle; or __init__ raises it, and in the other ranks too
             return super().__new__(cls)
         if options.uses_python_hook():
             return super().__new__(cls)
         group = resolve_group(given.get("process_group"), given.get("device_mesh"))
-        theirs = {name: value for name, value in given.items() if name not in {"self", "config", *fields}}
+        theirs = {name: value for name, value in given.items() if name not in {"self", "config", *OPTIONS}}
         return TorchDDP(**options_of_torch(options, group), **theirs)
 
     def __init__(
