@@ -168,14 +168,12 @@ class BucketPlan:
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
         """The same buckets of the same gradients, which are reduced in another way."""
         now = {gradient.index: gradient for gradient in gradients}
-        buckets = []
-        for bucket in self.buckets:
-            members = []
-            for member in bucket.members:
-                new = now[member.gradient.index]
-                members.append(replace(member, gradient=replace(member.gradient, key=new.key, sent=new.sent)))
-            buckets.append(Bucket(tuple(members)))
-        return replace(self, buckets=tuple(buckets))
+
+        def changed(member: Member) -> Member:
+            new = now[member.gradient.index]
+            return replace(member, gradient=replace(member.gradient, key=new.key, sent=new.sent))
+
+        return replace(self, buckets=tuple(Bucket(tuple(map(changed, each.members))) for each in self.buckets))
 
     def for_code(self) -> BucketPlan:
         """As compiled code knows it: the same for all factors that it asks for when it runs."""

@@ -163,10 +163,6 @@ class CostFit(NamedTuple):
     """By how much the median of the largest message is above its shortest time, over the latter."""
 
 
-class TimesDoNotGrow(ConfigError):
-    """Samples of which the largest message takes no longer than a smaller one."""
-
-
 _GROWTH: Final = 1.1
 """The largest message has to take so many times as long as the quickest one."""
 
@@ -180,7 +176,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     deviation from all sizes has 1 GB/s on a network of 0.025.
 
     Raises:
-        TimesDoNotGrow: the largest message is not slower than the others.
+        ConfigError: the largest message is not slower than the others.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:
@@ -188,7 +184,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     y = {size: statistics.median(times[size]) for size in sorted(times)}
     smallest, largest, latency_s = min(y), max(y), min(y.values())
     if y[largest] < _GROWTH * latency_s:
-        raise TimesDoNotGrow("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
+        raise ConfigError("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
     slope = min((y[largest] - latency_s) / (largest - smallest), y[largest] / largest)  # no latency below zero
     cost = AllReduceCost(y[largest] - slope * largest, slope)
     return CostFit(cost, statistics.fmean(abs(cost.seconds(size) / taken - 1) for size, taken in y.items()))

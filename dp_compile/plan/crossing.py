@@ -160,13 +160,7 @@ def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
 
 
 def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
-    """Jobs as the network takes them: whenever a lane is free, of those that are ready the one that is read first.
-
-    Args:
-        jobs: in any order.
-        slower: how many times as long as believed the network takes.
-        lanes: how many jobs share it.
-    """
+    """Jobs as the network takes them: whenever a lane is free, of those that are ready the one that is read first."""
     return tuple(job for job, _, _ in _carried(jobs, slower, lanes, by_need=True))
 
 
@@ -192,26 +186,22 @@ def _carried(
 ) -> list[tuple[Job, float, float]]:
     """Jobs in the order in which they start, with start and end. Those that are under way have equal shares."""
     waiting, started, now_s = list(jobs), list[tuple[Job, float]](), 0.0
-    under_way: dict[int, float] = {}
-    """By place in `started`, how long each would still take alone."""
     finish_s: dict[int, float] = {}
+    under_way: dict[int, float] = {}  # by place in `started`, how long each would still take alone
     while waiting or under_way:
-        while len(under_way) < lanes:
-            ready = [job for job in (waiting if by_need else waiting[:1]) if job.ready_s <= now_s]
-            if not ready:
-                break
+        candidates = (waiting if by_need else waiting[:1]) if len(under_way) < lanes else []
+        if ready := [job for job in candidates if job.ready_s <= now_s]:
             job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
             waiting.remove(job)
             under_way[len(started)] = job.seconds * slower
             started.append((job, now_s))
-        share = len(under_way)
+            continue
+        share, start_s = len(under_way), now_s
         ends_s = now_s + share * min(under_way.values()) if under_way else math.inf
-        candidates = (waiting if by_need else waiting[:1]) if share < lanes else []
-        starts_s = min((job.ready_s for job in candidates), default=math.inf)
+        now_s = min([ends_s, *(job.ready_s for job in candidates)])
         for place in under_way:
-            under_way[place] -= (min(ends_s, starts_s) - now_s) / share
-        now_s = min(ends_s, starts_s)
-        if ends_s <= starts_s:
+            under_way[place] -= (now_s - start_s) / share
+        if now_s == ends_s:
             place = min(under_way, key=under_way.__getitem__)
             finish_s[place] = now_s
             del under_way[place]

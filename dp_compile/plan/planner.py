@@ -14,7 +14,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, groupby, pairwise, product
 from typing import Final, NamedTuple
 
@@ -219,10 +219,7 @@ def robust_partition(
     8 % for six models on 30 links, 64 ranks, computed on 2026-11-28).
     """
     bounds = _bounds(gradients, cost, backward_s)
-
-    def promise(partition: Partition) -> Certificate:
-        return certify(gradients, partition, cost=cost, backward_s=backward_s, bounds=bounds)
-
+    promise = partial(certify, gradients, cost=cost, backward_s=backward_s, bounds=bounds)
     promised = {partition: promise(partition) for partition in dict.fromkeys(_candidates(gradients, cost))}
     least = min(certificate.worst_ratio for certificate in promised.values())
     for partition, share in product([*promised], SHARES):
