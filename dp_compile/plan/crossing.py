@@ -22,7 +22,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, Bucket, bucket_of, plan_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, bucket_of, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import Launch, legs_of
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes, backward_seconds
@@ -69,9 +69,7 @@ def plan_crossing(
     candidates = [tuple(Bucket(tuple(each)) for each in kept if each)]
     total = sum(each.nbytes for each in gradients)
     for parts in PARTS if cuts and total else ():  # a gradient that is larger than a part has a bucket for itself
-        cap_mb = total / parts / BYTES_PER_MB
-        cut = plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, alignment_bytes=ALIGNMENT_BYTES)
-        candidates.append(cut.buckets)
+        candidates.append(plan_buckets(gradients, bucket_cap_mb=total / parts / BYTES_PER_MB).buckets)
     orders = [
         jobs_of(order, times, cost, backward_s)
         for buckets in candidates

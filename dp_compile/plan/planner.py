@@ -19,7 +19,6 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import Final, NamedTuple
 
 from dp_compile.plan.buckets import (
-    ALIGNMENT_BYTES,
     UNUSED_FLAGS,
     BucketPlan,
     GradientSpec,
@@ -172,8 +171,7 @@ class PlanResult(NamedTuple):
 
 def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
     """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
-    caps_mb = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": min(FIRST_CAP_MB, cap_mb)}
-    return PlanResult(plan_buckets(gradients, **caps_mb, alignment_bytes=ALIGNMENT_BYTES))
+    return PlanResult(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(FIRST_CAP_MB, cap_mb)))
 
 
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> PlanResult:

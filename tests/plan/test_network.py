@@ -15,7 +15,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.passes.estimates import Accumulation, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.backends import GLOO, NCCL
-from dp_compile.plan.buckets import BucketKey, GradientSpec, bucket_of, plan_buckets
+from dp_compile.plan.buckets import PACKED, BucketKey, GradientSpec, bucket_of, plan_buckets
 from dp_compile.plan.cost import (
     LINKS,
     AllReduceCost,
@@ -74,7 +74,7 @@ def specs(levels, *numels):
 
 def test_a_bucket_divides_into_parts_of_16_elements():
     """So that each rank's part starts at 16 bytes, whatever is sent: NCCL is slow where it does not."""
-    plan = plan_buckets(specs(LEVELS, 4, 48, 49), bucket_cap_mb=16 / 2**20, first_bucket_cap_mb=16 / 2**20)
+    plan = plan_buckets(specs(LEVELS, 4, 48, 49), bucket_cap_mb=16 / 2**20, alignment_bytes=PACKED)
     assert [bucket.numel for bucket in plan.buckets] == [48, 48, 96]
     assert [bucket.padding_nbytes for bucket in plan.buckets] == [176, 0, 188]
     for levels, numel, padded in ((LEVELS, 0, 0), (None, 49, 49)):
