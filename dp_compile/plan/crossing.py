@@ -50,14 +50,7 @@ def plan_crossing(
 
     What is taken is the best on average over networks half to twice as fast as believed; in the worst case every order
     is far from the bound. Where `planned` has a certificate, so has what comes back: of backward and next forward
-    together.
-
-    Args:
-        planned: for a step whose reductions end in the backward.
-        times: when gradients are ready.
-        cost: what a collective costs.
-        cuts: other buckets are tried, too; else they stay as they are, and only their order changes.
-        lanes: how many collectives share the network at a time.
+    together. `cuts`: other buckets are tried, too; else only their order changes. `lanes`: as `Backend.lanes`.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
@@ -129,11 +122,8 @@ def jobs_of(
     forward_s: float | None = None,
     left: Container[Bucket] | None = None,
 ) -> tuple[Job, ...]:
-    """Buckets that are launched in this order.
-
-    Args:
-        forward_s: how long the forward takes, if that is known.
-        left: those that may cross; the others are needed before the forward. `None`: all may.
+    """Buckets that are launched in this order. `forward_s`: how long the forward takes, if that is known. `left`: those
+    that may cross, the others are needed before the forward; `None`: all may.
     """
     forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
     ready = times.launches([member.gradient for member in bucket.members] for bucket in order)

@@ -84,7 +84,7 @@ def test_a_bucket_divides_into_parts_of_16_elements():
 
 def test_two_levels_cost_their_three_stages():
     """Four nodes of eight: rings of eight inside, rings of four between for an eighth of the bytes."""
-    fast, slow = Link("fast", 2.0, 400.0), Link("slow", 10.0, 50.0)
+    fast, slow = Link(2.0, 400.0), Link(10.0, 50.0)
     cost = with_levels(AllReduceCost(1.0, 1.0), fast, slow, ranks_inside=8, nodes=4)
     levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
     reduction = Averaging().reduction("", NCCL, 32, "float32", levels)
@@ -148,7 +148,7 @@ def test_the_bound_by_hand():
 @pytest.mark.parametrize("n", [1, 8, 1000, 2**29])
 def test_formulas_are_those_of_textbooks(n):
     for formula, hops in ((ring, 2 * (n - 1)), (ring_or_tree, 2 * math.ceil(math.log2(n)))):
-        cost = Link("any", 3.0, 100.0).cost(n, hops=formula, launch_us=8.0)
+        cost = Link(3.0, 100.0).cost(n, hops=formula, launch_us=8.0)
         assert cost.alpha_s == pytest.approx(8e-6 + hops * 3e-6)
         assert cost.beta_s_per_byte == pytest.approx(2 * (n - 1) / n / 1e11)
         assert cost.scaled(2).seconds(10**9) == pytest.approx(2 * cost.seconds(10**9))
@@ -160,7 +160,7 @@ def test_wrong_costs_and_links():
             AllReduceCost(wrong, 1e-11)
     with pytest.raises(ConfigError, match="nvlink4, infiniband-ndr"):
         link("avian")
-    assert all(link(preset.name) is preset for preset in LINKS)
+    assert all(link(name) is preset for name, preset in LINKS.items())
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12), st.integers(0, 2**32))
