@@ -340,11 +340,10 @@ def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBuc
 
 def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
     """The step of a hook that follows these results, on fake tensors."""
-    initial = [hook_of(key).initial_state(gradient) for gradient in gradients]
     # New ones: a hook may hand out a tensor that it has, which is not fake.
     state = [
         {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}
-        for one in initial
+        for one in map(hook_of(key).initial_state, gradients)
     ]
     run = HookRun(key, bucket_of(gradients, state, group))
     for count in range(len(received) + 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,19 +210,14 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(set_parameters_to_ignore)
 
     @property
-    def reducer(self) -> _Reducer:
+    def reducer(self) -> SimpleNamespace:
         """Takes the calls with which frameworks arm torch's C++ reducer: here every backward is looked at anyway."""
-        return _Reducer()
+        calls = "prepare_for_forward", "prepare_for_backward", "_rebuild_buckets", "_delay_all_reduce"
+        return SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Lightning reads one entry that torch's reducer may have."""
         return {}
-
-
-class _Reducer:
-    def _nothing(self, *_: Any) -> None: ...
-
-    prepare_for_forward = prepare_for_backward = _rebuild_buckets = _delay_all_reduce = _nothing
 
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
