@@ -23,7 +23,7 @@ from dp_compile._torch import distributed
 from dp_compile.errors import CommunicationError, DesyncError, require
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
-from dp_compile.plan.buckets import BucketPlan, plan_buckets
+from dp_compile.plan.buckets import PACKED, BucketPlan, plan_buckets
 from dp_compile.replica.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica, owners
@@ -111,7 +111,7 @@ class Exchange:
         if known is None or known[0] != kinds:
             groups = {kind: group_on(self._group, kind) for kind in {tensor.device.type for tensor in tensors}}
             specs = [tensor_spec(i, str(i), tensor, groups[tensor.device.type]) for i, tensor in enumerate(tensors)]
-            plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, first_bucket_cap_mb=BUCKET_MB)
+            plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, alignment_bytes=PACKED)
             hashed = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
             known = self._known = kinds, plan, hashed
         return known[1:]

@@ -183,8 +183,8 @@ example:
   dp-compile predict step.json --ranks 8,64 --link infiniband-ndr,ethernet-25
       four rows; what is not given stays as in the step
 
-links   {", ".join(each.name for each in LINKS[:4])},
-        {", ".join(each.name for each in LINKS[4:])}
+links   {", ".join([*LINKS][:4])},
+        {", ".join([*LINKS][4:])}
 dtypes  bfloat16, float16, float32
 
 Nothing is run. Buckets are planned for each row if the step's were.

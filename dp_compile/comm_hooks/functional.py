@@ -13,6 +13,7 @@ captured too. So in a graph an op calls the very function, with eager kernels (`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -205,11 +206,8 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
     with torch.no_grad():
         state = dict(hook.initial_state(like))
     for key, tensor in state.items():
-        if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
-            raise ConfigError(
-                f"the state of comm hook {hook!r} for {name} must be tensors by name, got {key!r}: "
-                f"{type(tensor).__name__}."
-            )
+        is_state = isinstance(key, str) and isinstance(tensor, torch.Tensor)
+        _require(is_state, hook, f"must have as state for {name} tensors by name, got {key!r}: {type(tensor).__name__}")
     return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
 
 
@@ -309,13 +307,11 @@ class HookRun:
         def kinds(gradients: Tensors, states: Sequence[State]) -> list[Any]:
             return [_kinds({"": each, **state}) for each, state in zip(gradients, states, strict=True)]
 
-        try:
+        before, after = kinds(self.bucket.gradients, self.bucket.state), None
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
             reduced, states = map(list, result)
             after = kinds(reduced, states)
-        except (TypeError, ValueError, AttributeError):
-            message = f"comm hook {hook!r} must return the reduced gradients and the state of each, got {result!r}."
-            raise ConfigError(message) from None
-        before = kinds(self.bucket.gradients, self.bucket.state)
+        _require(after is not None, hook, f"must return the reduced gradients and the state of each, got {result!r}")
         _require(before == after, hook, f"must return tensors of names, shapes and dtypes {before}, got {after}")
         self.new_state = list(map(_state_after, self.bucket.state, states, reduced))
         self.bucket = self.bucket._replace(gradients=())
@@ -344,11 +340,10 @@ def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBuc
 
 def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
     """The step of a hook that follows these results, on fake tensors."""
-    initial = [hook_of(key).initial_state(gradient) for gradient in gradients]
     # New ones: a hook may hand out a tensor that it has, which is not fake.
     state = [
         {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}
-        for one in initial
+        for one in map(hook_of(key).initial_state, gradients)
     ]
     run = HookRun(key, bucket_of(gradients, state, group))
     for count in range(len(received) + 1):

@@ -45,9 +45,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
         require(not parameter.is_complex(), name, "real to be mixed: hold two real parameters", parameter.dtype)
         specs.append(tensor_spec(index, name, parameter, group))
-    return plan_buckets(
-        specs[::-1], bucket_cap_mb=bucket_mb, first_bucket_cap_mb=bucket_mb, alignment_bytes=ALIGNMENT_BYTES
-    )
+    return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb)
 
 
 @dataclass(eq=False, slots=True)

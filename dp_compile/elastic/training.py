@@ -25,10 +25,10 @@ from dp_compile.engine.plan_sync import plan_from_times
 from dp_compile.errors import ConfigError, DesyncError, VoidBackwardError
 from dp_compile.optim.update import Update
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import PlanResult, ReadyTimes
-from dp_compile.replica.gradients import gradient_specs
+from dp_compile.plan.planner import ReadyTimes
 from dp_compile.replica.replica import Replica, StepGuard, owners
 from dp_compile.replica.store_channel import LostStoreError, first_difference, is_of_other_ranks
+from dp_compile.replication.gradient_averaging import keep_buckets
 
 logger = logging.getLogger("dp_compile.elastic")
 
@@ -419,12 +419,8 @@ def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None
     divide_by = averaging.divide_by if replica.config.gradient_divide_factor is not None else float(ranks)
     averaging = replace(averaging, divide_by=divide_by, given=True)
     measured = replica.group.cost  # of another number of ranks the plan would be another one
-    replica.group = replace(
-        replica.group, process_group=group, world_size=ranks, averaging=averaging, measured=measured
-    )
-    gradients = gradient_specs(replica.parameters, replica.names, replica.group, replica.module.sparse)
-    plan = PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate)
-    replica.adopt(plan, replica.planning.ready)
+    now = replace(replica.group, process_group=group, world_size=ranks, averaging=averaging, measured=measured)
+    keep_buckets(replica, now)
     if generation:  # a process that joins has compiled; a store does not notice at once that a rank is lost
         replica.planning.awaits_code = False
     replica.module.topic = f"{replica.module.topic.partition('@')[0]}@{generation}"

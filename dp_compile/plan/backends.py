@@ -35,17 +35,10 @@ class Backend:
 # all-reduce (both with torch 2.13, the bytes measured).
 GLOO: Final = Backend("gloo", lanes=2, equal_bits=True)
 
-# torch's `ProcessGroupNCCL`, which torch 2.14 and later call `nccl-legacy`.
 NCCL: Final = Backend(
     "nccl", "cuda", averages=True, scatters=True, equal_bits=True, on_stream=True, bf16_compress=True,
     inside="nvlink4", between="infiniband-ndr",
 )  # fmt: skip
-
-NCCL2: Final = replace(NCCL, name="nccl2")
-"""`nccl2` in torch 2.14, `nccl` in 2.15."""
-
-FAKE: Final = Backend("fake", simulated=True)
-"""torch's `FakeProcessGroup`, which reduces nothing."""
 
 FABRIC: Final = replace(NCCL, name="fabric", simulated=True)
 """`dp_compile.bench.simulated_group`: GPUs joined by NCCL, with times from a formula."""
@@ -53,15 +46,12 @@ FABRIC: Final = replace(NCCL, name="fabric", simulated=True)
 COLLECTIVE_KERNELS: Final = ("nccl", "spin_kernel")
 """Parts of lower-case names of kernels in a trace that communicate: NCCL's, and those of `FABRIC` on a GPU."""
 
-XCCL: Final = Backend("xccl", "xpu", on_stream=True, bf16_compress=True)
-"""For Intel GPUs. Not tested, so nothing more is assumed of it."""
-
 CLASSES: Final[Mapping[str, Backend]] = {
     "ProcessGroupGloo": GLOO,
-    "ProcessGroupNCCL": NCCL,
-    "ProcessGroupNCCL2": NCCL2,
-    "ProcessGroupNCCLLazy": replace(NCCL2, name="nccl-lazy"),
-    "FakeProcessGroup": FAKE,
-    "ProcessGroupXCCL": XCCL,
+    "ProcessGroupNCCL": NCCL,  # torch 2.14 and later call it `nccl-legacy`
+    "ProcessGroupNCCL2": replace(NCCL, name="nccl2"),  # `nccl2` in torch 2.14, `nccl` in 2.15
+    "ProcessGroupNCCLLazy": replace(NCCL, name="nccl-lazy"),
+    "FakeProcessGroup": Backend("fake", simulated=True),  # reduces nothing
+    "ProcessGroupXCCL": Backend("xccl", "xpu", on_stream=True, bf16_compress=True),  # not tested: no more is assumed
 }
 """torch's backends, by the names of their classes."""

@@ -168,14 +168,12 @@ class BucketPlan:
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
         """The same buckets of the same gradients, which are reduced in another way."""
         now = {gradient.index: gradient for gradient in gradients}
-        buckets = []
-        for bucket in self.buckets:
-            members = []
-            for member in bucket.members:
-                new = now[member.gradient.index]
-                members.append(replace(member, gradient=replace(member.gradient, key=new.key, sent=new.sent)))
-            buckets.append(Bucket(tuple(members)))
-        return replace(self, buckets=tuple(buckets))
+
+        def changed(member: Member) -> Member:
+            new = now[member.gradient.index]
+            return replace(member, gradient=replace(member.gradient, key=new.key, sent=new.sent))
+
+        return replace(self, buckets=tuple(Bucket(tuple(map(changed, each.members))) for each in self.buckets))
 
     def for_code(self) -> BucketPlan:
         """As compiled code knows it: the same for all factors that it asks for when it runs."""
@@ -254,21 +252,22 @@ def plan_buckets(
     gradients: Sequence[GradientSpec],
     *,
     bucket_cap_mb: float,
-    first_bucket_cap_mb: float,
-    alignment_bytes: int = PACKED,
+    first_bucket_cap_mb: float | None = None,
+    alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> BucketPlan:
     """Fill buckets in the given order, in which gradients are expected to become ready, and close each when it has
     reached its cap, as torch's DDP does. Buckets are launched in the order of their last members.
 
     The flags go with the gradient before them: they never cost a collective. Padding does not count towards the caps,
-    which are in MiB; the first one is for the first bucket of each key.
+    which are in MiB; the first one is for the first bucket of each key, by default like all others.
     """
+    first_cap_mb = bucket_cap_mb if first_bucket_cap_mb is None else first_bucket_cap_mb
     flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]
     partition = partition_by_size(
         [gradient.key for gradient in gradients],
         [gradient.nbytes for gradient in gradients],
         bucket_cap_mb * BYTES_PER_MB,
-        first_bucket_cap_mb * BYTES_PER_MB,
+        first_cap_mb * BYTES_PER_MB,
         [each - 1 for each in flags if each and gradients[each - 1].key == gradients[each].key],
     )
     members = ([gradients[position] for position in each] for each in partition)

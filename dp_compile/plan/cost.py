@@ -100,7 +100,6 @@ LAUNCH_US: Final = 8.4
 class Link:
     """One kind of link. `alpha_us` is the latency of one hop, `busbw_gb_s` in 1e9 bytes per second and direction."""
 
-    name: str
     alpha_us: float
     busbw_gb_s: float
 
@@ -110,24 +109,23 @@ class Link:
         return AllReduceCost(alpha_s, 2 * (n - 1) / (self.busbw_gb_s * 1e9 * n))
 
 
-LINKS: Final[tuple[Link, ...]] = (
-    Link("nvlink4", 3.4, 450.0),  # H100 SXM, 18 links of 25 GB/s a direction (vendor: 900 GB/s in both)
-    Link("infiniband-ndr", 14.0, 50.0),  # one port of 400 Gb/s a rank
-    Link("infiniband-hdr", 14.0, 25.0),
-    Link("ethernet-100", 14.0, 12.5),  # one port of 100 Gb/s a rank, RoCE
-    Link("ethernet-25", 14.0, 3.125),
-    Link("pcie4-x16", 5.7, 31.5),  # 16 GT/s, 16 lanes, 128b/130b
-    Link("loopback", 200.0, 1.0),  # gloo over TCP; two ranks on two idle cores took 240 to 310 us: calibrate
-)
+LINKS: Final[Mapping[str, Link]] = {
+    "nvlink4": Link(3.4, 450.0),  # H100 SXM, 18 links of 25 GB/s a direction (vendor: 900 GB/s in both)
+    "infiniband-ndr": Link(14.0, 50.0),  # one port of 400 Gb/s a rank
+    "infiniband-hdr": Link(14.0, 25.0),
+    "ethernet-100": Link(14.0, 12.5),  # one port of 100 Gb/s a rank, RoCE
+    "ethernet-25": Link(14.0, 3.125),
+    "pcie4-x16": Link(5.7, 31.5),  # 16 GT/s, 16 lanes, 128b/130b
+    "loopback": Link(200.0, 1.0),  # gloo over TCP; two ranks on two idle cores took 240 to 310 us: calibrate
+}
 """Presets: nominal. A node whose rings use k ports has up to k times the port's figure. Latencies of a hop as in NCCL's
 tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
 
 
 def link(name: str) -> Link:
     """A preset by its name."""
-    presets = {preset.name: preset for preset in LINKS}
-    require(name in presets, "link", f"one of {', '.join(presets)}", name)
-    return presets[name]
+    require(name in LINKS, "link", f"one of {', '.join(LINKS)}", name)
+    return LINKS[name]
 
 
 def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
@@ -163,10 +161,6 @@ class CostFit(NamedTuple):
     """By how much the median of the largest message is above its shortest time, over the latter."""
 
 
-class TimesDoNotGrow(ConfigError):
-    """Samples of which the largest message takes no longer than a smaller one."""
-
-
 _GROWTH: Final = 1.1
 """The largest message has to take so many times as long as the quickest one."""
 
@@ -180,7 +174,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     deviation from all sizes has 1 GB/s on a network of 0.025.
 
     Raises:
-        TimesDoNotGrow: the largest message is not slower than the others.
+        ConfigError: the largest message is not slower than the others.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:
@@ -188,7 +182,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     y = {size: statistics.median(times[size]) for size in sorted(times)}
     smallest, largest, latency_s = min(y), max(y), min(y.values())
     if y[largest] < _GROWTH * latency_s:
-        raise TimesDoNotGrow("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
+        raise ConfigError("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
     slope = min((y[largest] - latency_s) / (largest - smallest), y[largest] / largest)  # no latency below zero
     cost = AllReduceCost(y[largest] - slope * largest, slope)
     return CostFit(cost, statistics.fmean(abs(cost.seconds(size) / taken - 1) for size, taken in y.items()))

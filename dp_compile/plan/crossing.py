@@ -22,7 +22,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, Bucket, bucket_of, plan_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, bucket_of, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import Launch, legs_of
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes, backward_seconds
@@ -50,14 +50,7 @@ def plan_crossing(
 
     What is taken is the best on average over networks half to twice as fast as believed; in the worst case every order
     is far from the bound. Where `planned` has a certificate, so has what comes back: of backward and next forward
-    together.
-
-    Args:
-        planned: for a step whose reductions end in the backward.
-        times: when gradients are ready.
-        cost: what a collective costs.
-        cuts: other buckets are tried, too; else they stay as they are, and only their order changes.
-        lanes: how many collectives share the network at a time.
+    together. `cuts`: other buckets are tried, too; else only their order changes. `lanes`: as `Backend.lanes`.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
@@ -69,9 +62,7 @@ def plan_crossing(
     candidates = [tuple(Bucket(tuple(each)) for each in kept if each)]
     total = sum(each.nbytes for each in gradients)
     for parts in PARTS if cuts and total else ():  # a gradient that is larger than a part has a bucket for itself
-        cap_mb = total / parts / BYTES_PER_MB
-        cut = plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, alignment_bytes=ALIGNMENT_BYTES)
-        candidates.append(cut.buckets)
+        candidates.append(plan_buckets(gradients, bucket_cap_mb=total / parts / BYTES_PER_MB).buckets)
     orders = [
         jobs_of(order, times, cost, backward_s)
         for buckets in candidates
@@ -131,11 +122,8 @@ def jobs_of(
     forward_s: float | None = None,
     left: Container[Bucket] | None = None,
 ) -> tuple[Job, ...]:
-    """Buckets that are launched in this order.
-
-    Args:
-        forward_s: how long the forward takes, if that is known.
-        left: those that may cross; the others are needed before the forward. `None`: all may.
+    """Buckets that are launched in this order. `forward_s`: how long the forward takes, if that is known. `left`: those
+    that may cross, the others are needed before the forward; `None`: all may.
     """
     forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
     ready = times.launches([member.gradient for member in bucket.members] for bucket in order)
@@ -160,13 +148,7 @@ def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
 
 
 def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
-    """Jobs as the network takes them: whenever a lane is free, of those that are ready the one that is read first.
-
-    Args:
-        jobs: in any order.
-        slower: how many times as long as believed the network takes.
-        lanes: how many jobs share it.
-    """
+    """Jobs as the network takes them: whenever a lane is free, of those that are ready the one that is read first."""
     return tuple(job for job, _, _ in _carried(jobs, slower, lanes, by_need=True))
 
 
@@ -192,26 +174,22 @@ def _carried(
 ) -> list[tuple[Job, float, float]]:
     """Jobs in the order in which they start, with start and end. Those that are under way have equal shares."""
     waiting, started, now_s = list(jobs), list[tuple[Job, float]](), 0.0
-    under_way: dict[int, float] = {}
-    """By place in `started`, how long each would still take alone."""
     finish_s: dict[int, float] = {}
+    under_way: dict[int, float] = {}  # by place in `started`, how long each would still take alone
     while waiting or under_way:
-        while len(under_way) < lanes:
-            ready = [job for job in (waiting if by_need else waiting[:1]) if job.ready_s <= now_s]
-            if not ready:
-                break
+        candidates = (waiting if by_need else waiting[:1]) if len(under_way) < lanes else []
+        if ready := [job for job in candidates if job.ready_s <= now_s]:
             job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
             waiting.remove(job)
             under_way[len(started)] = job.seconds * slower
             started.append((job, now_s))
-        share = len(under_way)
+            continue
+        share, start_s = len(under_way), now_s
         ends_s = now_s + share * min(under_way.values()) if under_way else math.inf
-        candidates = (waiting if by_need else waiting[:1]) if share < lanes else []
-        starts_s = min((job.ready_s for job in candidates), default=math.inf)
+        now_s = min([ends_s, *(job.ready_s for job in candidates)])
         for place in under_way:
-            under_way[place] -= (min(ends_s, starts_s) - now_s) / share
-        now_s = min(ends_s, starts_s)
-        if ends_s <= starts_s:
+            under_way[place] -= (now_s - start_s) / share
+        if now_s == ends_s:
             place = min(under_way, key=under_way.__getitem__)
             finish_s[place] = now_s
             del under_way[place]

@@ -14,12 +14,11 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, groupby, pairwise, product
 from typing import Final, NamedTuple
 
 from dp_compile.plan.buckets import (
-    ALIGNMENT_BYTES,
     UNUSED_FLAGS,
     BucketPlan,
     GradientSpec,
@@ -172,8 +171,7 @@ class PlanResult(NamedTuple):
 
 def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
     """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
-    caps_mb = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": min(FIRST_CAP_MB, cap_mb)}
-    return PlanResult(plan_buckets(gradients, **caps_mb, alignment_bytes=ALIGNMENT_BYTES))
+    return PlanResult(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(FIRST_CAP_MB, cap_mb)))
 
 
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> PlanResult:
@@ -219,10 +217,7 @@ def robust_partition(
     8 % for six models on 30 links, 64 ranks, computed on 2026-11-28).
     """
     bounds = _bounds(gradients, cost, backward_s)
-
-    def promise(partition: Partition) -> Certificate:
-        return certify(gradients, partition, cost=cost, backward_s=backward_s, bounds=bounds)
-
+    promise = partial(certify, gradients, cost=cost, backward_s=backward_s, bounds=bounds)
     promised = {partition: promise(partition) for partition in dict.fromkeys(_candidates(gradients, cost))}
     least = min(certificate.worst_ratio for certificate in promised.values())
     for partition, share in product([*promised], SHARES):

@@ -198,6 +198,12 @@ class Averaging:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
             rounds = (alike if op == ALL_REDUCE else cut._replace(op=op) for op in self.rounds)
             return Reduction(tuple(rounds), 1.0, hook=self.hook)
+
+        def stages(reduce_op: str) -> tuple[Stage, ...]:
+            if self.scattered:
+                return (Stage(scattering(backend), group, reduce_op, world_size),)
+            return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
+
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor, given = divisor, 1
@@ -205,7 +211,7 @@ class Averaging:
             predivisor, given = before_the_sum(divisor), 2
         # NCCL may return wrong results with AVG and one rank (FSDP2's `_get_gradient_divide_factors`).
         elif self.in_collective and self.divide_by is None and backend.averages and world_size > 1:
-            return Reduction(self._stages(group, backend, world_size, levels, "avg"), 1.0, wire=wire)
+            return Reduction(stages("avg"), 1.0, wire=wire)
         for factor in (divisor, predivisor):
             if not LEAST_FACTOR <= factor <= MOST_FACTOR:
                 raise ConfigError(
@@ -217,15 +223,7 @@ class Averaging:
                 f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: the status bits "
                 "in their bucket would become zero. Send them in bfloat16 or float32."
             )
-        stages = self._stages(group, backend, world_size, levels, "sum")
-        return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
-
-    def _stages(
-        self, group: str, backend: Backend, world_size: int, levels: Levels | None, reduce_op: str
-    ) -> tuple[Stage, ...]:
-        if self.scattered:
-            return (Stage(scattering(backend), group, reduce_op, world_size),)
-        return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
+        return Reduction(stages("sum"), 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
 
 
 def scattering(backend: Backend) -> str:

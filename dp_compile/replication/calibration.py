@@ -32,7 +32,7 @@ from dp_compile._torch import distributed
 from dp_compile.config import REMEMBERED, link_source
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
-from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
+from dp_compile.plan.cost import AllReduceCost, CostFit, fit
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Stage
 from dp_compile.replica.group import Group, group_on, resolve_group
 from dp_compile.replica.replica import Replica
@@ -135,7 +135,7 @@ class _Sweep:
                 spent_s += (1 + self.repetitions) * taken_s
                 if spent_s > self.limit_s and nbytes >= LEAST_NBYTES:
                     break
-            with suppress(TimesDoNotGrow):
+            with suppress(ConfigError):
                 return fit(samples)._replace(spread=spread)
         times_ms = [taken * 1e3 for _, taken in samples]
         raise ConfigError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from dp_compile.replication.module import (
     unwrap,
     wrap,
 )
-from dp_compile.replication.replicate import merge_options, options_of_torch, replicate_module
+from dp_compile.replication.replicate import OPTIONS, merge_options, options_of_torch, replicate_module
 from dp_compile.replication.selection import device_of, is_waiting
 
 if TYPE_CHECKING:
@@ -69,16 +69,15 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """With `ddp_python_hook=False`, or `DP_COMPILE_DDP_PYTHON_HOOK=0`, torch's own wrapper."""
-        fields = {each.name for each in dataclasses.fields(ReplicateConfig)}
         try:
             given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
-            options = merge_options(given.get("config"), {name: given[name] for name in fields & given.keys()})
+            options = merge_options(given.get("config"), {name: given[name] for name in OPTIONS & given.keys()})
         except (TypeError, ConfigError):  # a copy, a pickle; or __init__ raises it, and in the other ranks too
             return super().__new__(cls)
         if options.uses_python_hook():
             return super().__new__(cls)
         group = resolve_group(given.get("process_group"), given.get("device_mesh"))
-        theirs = {name: value for name, value in given.items() if name not in {"self", "config", *fields}}
+        theirs = {name: value for name, value in given.items() if name not in {"self", "config", *OPTIONS}}
         return TorchDDP(**options_of_torch(options, group), **theirs)
 
     def __init__(
@@ -211,19 +210,14 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(set_parameters_to_ignore)
 
     @property
-    def reducer(self) -> _Reducer:
+    def reducer(self) -> SimpleNamespace:
         """Takes the calls with which frameworks arm torch's C++ reducer: here every backward is looked at anyway."""
-        return _Reducer()
+        calls = "prepare_for_forward", "prepare_for_backward", "_rebuild_buckets", "_delay_all_reduce"
+        return SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Lightning reads one entry that torch's reducer may have."""
         return {}
-
-
-class _Reducer:
-    def _nothing(self, *_: Any) -> None: ...
-
-    prepare_for_forward = prepare_for_backward = _rebuild_buckets = _delay_all_reduce = _nothing
 
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,19 +114,19 @@ class ReplicaJoinable(Joinable):
         return replica_of(self.module).group.process_group
 
 
+@dataclass(eq=False)
 class _Membership(JoinHook):
     """A replica in a join context: announces its backwards; without inputs, takes part in those of the others."""
 
-    def __init__(self, member: Joinable, replica: Replica, divides_initially: bool) -> None:
-        self.replica = replica
-        self.active: tuple[int, ...] = ()
-        """The ranks of the group that had inputs in the latest backward."""
-        self._member, self._divides_initially = member, divides_initially
+    member: Joinable
+    replica: Replica
+    divides_initially: bool
+    active: tuple[int, ...] = ()  # the ranks of the group that had inputs in the latest backward
 
     def announce(self, replicas: Sequence[Replica]) -> None:
         """Announce to ranks without inputs that this rank is about to reduce these modules: this one alone. torch's
         `Join` meets ranks without inputs for its first member only, which would wait for another collective."""
-        context = distributed.join_config(self._member)
+        context = distributed.join_config(self.member)
         if not context.enable:
             return
         if len(replicas) > 1 or not context.is_first_joinable:
@@ -134,7 +135,7 @@ class _Membership(JoinHook):
                 f"a backward inside join() reaches the replicated modules of {names}. join() supports one module, "
                 "which is the first member of its context: replicate a module around them."
             )
-        work = Join.notify_join_context(self._member)
+        work = Join.notify_join_context(self.member)
         if work is not None:
             work.wait()
         self._find_active(has_inputs=True)
@@ -153,7 +154,7 @@ class _Membership(JoinHook):
         world_size = self.replica.group.world_size
         if self.replica.group.averaging.divide_by is not None or self.replica.planning.comm_hook is not None:
             return
-        if self._divides_initially or not self.active or len(self.active) == world_size:
+        if self.divides_initially or not self.active or len(self.active) == world_size:
             return
         with torch.no_grad():
             for index, parameter in enumerate(self.replica.parameters):

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 CALL: Final = "replicate()"
+OPTIONS: Final = frozenset(each.name for each in dataclasses.fields(ReplicateConfig))
+"""Those that arguments of `replicate` and of the wrapper class give have the same names there."""
 
 
 def replicate(
@@ -131,26 +133,10 @@ def replicate(
             swapped, already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
-    given: dict[str, Any] = {
-        "ddp_python_hook": ddp_python_hook,
-        "bucket_cap_mb": bucket_cap_mb,
-        "find_unused_parameters": find_unused_parameters,
-        "broadcast_buffers": broadcast_buffers,
-        "check_reductions": check_reductions,
-        "static_graph": static_graph,
-        "gradient_as_bucket_view": gradient_as_bucket_view,
-        "mp_policy": mp_policy,
-    }
-    return replicate_module(
-        module,
-        given,
-        process_group=process_group,
-        device_mesh=device_mesh,
-        device_id=device_id,
-        ignored_modules=ignored_modules,
-        bucket_policy=bucket_policy,
-        config=config,
-    )
+    arguments = dict(locals())
+    del arguments["module"]
+    options = {name: arguments.pop(name) for name in OPTIONS & arguments.keys()}
+    return replicate_module(module, options, **arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +206,8 @@ def replicate_module(
             _wait_for_forward(inner, request)
     if not waiting:
         _start(inner, request)
+    if device is not None and device.type != "cpu":
+        inner.register_forward_pre_hook(InputMover(device), with_kwargs=True)
     return module
 
 
@@ -329,9 +317,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     states = [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *buffers]
     if replica.group.world_size > 1:
         distributed.broadcast(states, replica.group.process_group)
-    if pending is None:
-        _move_inputs(module, request.device)
-    else:
+    if pending is not None:
         replica.state.sync = pending.state.sync
     owners.add(replica)
     install_hooks(replica)
@@ -390,11 +376,6 @@ def _statement(target: selection.Selection, replica: Replica) -> Statement:
     }
 
 
-def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
-    if device is not None and device.type != "cpu":
-        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
-
-
 # --- parameters that have no values yet -------------------------------------------------------------------------
 
 
@@ -409,7 +390,6 @@ def _wait_for_forward(module: nn.Module, request: _Request) -> None:
 
     pending, casts = Pending(module, start), request.config.casts
     kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
-    _move_inputs(module, request.device)
     for owner in dict.fromkeys((module, *selection.owning_modules(module, request.ignored))):
         owner.register_forward_pre_hook(pending)
     set_state(module, pending)

@@ -221,7 +221,7 @@ def test_no_prediction_beats_the_bound(buckets, cost, backward_s, strategy, rank
     assert ranks != 1 or predicted.communication_s == predicted.exposed_s == 0
 
 
-@given(st.sampled_from(LINKS), st.integers(2, 20_000), st.integers(2, 20_000))
+@given(st.sampled_from([*LINKS.values()]), st.integers(2, 20_000), st.integers(2, 20_000))
 def test_extrapolation_finds_the_link_again(link, known, wanted):
     costs = [link.cost(ranks, hops=ring_or_tree) for ranks in (known, wanted)]
     found = extrapolated(costs[0], from_ranks=known, to_ranks=wanted)

@@ -14,7 +14,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile.config import ReplicateConfig
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, bucket_of, plan_buckets
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec, bucket_of, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.words import BYTES_PER_MB
 from dp_compile.replication.calibration import calibrate
@@ -29,7 +29,8 @@ def gradient(index, numel, key=FLOAT32):
 
 def plan_of(gradients, cap, first_cap):
     """Caps in bytes."""
-    return plan_buckets(gradients, bucket_cap_mb=cap / BYTES_PER_MB, first_bucket_cap_mb=first_cap / BYTES_PER_MB)
+    caps = {"bucket_cap_mb": cap / BYTES_PER_MB, "first_bucket_cap_mb": first_cap / BYTES_PER_MB}
+    return plan_buckets(gradients, **caps, alignment_bytes=PACKED)
 
 
 def indices(plan):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dp_compile.plan import crossing
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.buckets import UNUSED_FLAGS, GradientSpec, bucket_of, partition_by_size, plan_buckets
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, GradientSpec, bucket_of, partition_by_size, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, ratios, step_seconds
 from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound, release_times
@@ -169,7 +169,7 @@ def planned(sizes, cap=1):
     """Gradients in the order in which they are ready, then the flags; a bucket ends at `cap` bytes."""
     every = [gradient(index, size) for index, size in enumerate(sizes)]
     every.append(gradient(len(sizes), 4, UNUSED_FLAGS))
-    return PlanResult(plan_buckets(every, bucket_cap_mb=cap / 2**20, first_bucket_cap_mb=cap / 2**20))
+    return PlanResult(plan_buckets(every, bucket_cap_mb=cap / 2**20, alignment_bytes=PACKED))
 
 
 def times(shares, backward_s, own=()):
