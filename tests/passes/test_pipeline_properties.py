@@ -3,18 +3,15 @@
 import copy
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import Grad, Unreduced, launches, short
+from graphs import Grad, Unreduced, launches, short, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import map_arg
 
 from dp_compile._torch import distributed
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
@@ -30,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 PALETTES = ((torch.float32, torch.bfloat16), (torch.float32,), (torch.float16, torch.float32), DTYPES)
 DIMENSIONS = st.sampled_from([0, 1, 2, 2, 2, 2, 3, 4])
 SIZES = st.sampled_from([1, 2, 3, 4, 2, 3, 1, 0])
-UNARY = (aten.sin.default, aten.neg.default, aten.relu.default, aten.tanh.default)
+UNARY = (torch.sin, torch.neg, torch.relu, torch.tanh)
 MOST_ELEMENTS = 2000
 
 
@@ -48,139 +45,107 @@ class RandomBackward:
         return "\n".join([short(self.graph), *map(str, self.plans)])
 
 
-@dataclass
-class Builder:
-    """Makes a graph node by node. `pool` holds what may be read, `after_wait` what comes after a reduction."""
+class Program:
+    """Computes and reduces what is drawn while it is traced. `late`: what may depend on a reduced gradient."""
 
-    draw: st.DrawFn
-    groups: Sequence[str]
-    dtypes: Sequence[torch.dtype]
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
-    pool: list[fx.Node] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    after_wait: set[fx.Node] = field(default_factory=set)
+    def __init__(self, draw, groups):
+        self.draw = draw
+        self.groups, self.dtypes = groups[: draw(st.integers(1, len(groups)))], self.pick(*PALETTES)
+        self.exact, self.replicas = self.pick(True, True, True, False), draw(st.integers(1, 2))
+        self.early, self.late, self.grads = list[torch.Tensor](), list[torch.Tensor](), list[Grad]()
 
     def pick(self, *choices):
         return self.draw(st.sampled_from(choices))
 
-    def call(self, target, *args, **kwargs):
-        node = self.graph.call_function(target, args, kwargs)
-        with self.mode:
-            node.meta["val"] = target(*map_arg(args, lambda argument: argument.meta["val"]), **kwargs)
-        if self.after_wait.intersection(node.all_input_nodes):
-            self.after_wait.add(node)
-        return node
-
-    def placeholder(self):
-        shape = tuple(self.draw(SIZES) for _ in range(self.draw(DIMENSIONS)))
-        dtype = self.pick(*self.dtypes)
-        value = Grad(index=0, shape=shape, order=self.permutation(len(shape)), dtype=dtype).values(len(self.inputs))
-        node = self.graph.placeholder(f"input_{len(self.inputs)}")
-        node.meta["val"] = self.mode.from_tensor(value, static_shapes=True)
-        self.inputs.append(value)
-        self.pool.append(node)
-
     def permutation(self, length):
         return tuple(self.draw(st.permutations(range(length))))
 
-    def partner(self, of, fits):
-        """Something that `of` can be combined with; `of` itself has to fit."""
-        found = [node for node in self.pool if value(node).dtype == value(of).dtype and fits(value(node))]
-        return self.pick(*found)
+    def input(self, number):
+        shape = tuple(self.draw(SIZES) for _ in range(self.draw(DIMENSIONS)))
+        dtype = self.pick(*self.dtypes)
+        return Grad(index=0, shape=shape, order=self.permutation(len(shape)), dtype=dtype).values(number)
+
+    def __call__(self, *inputs):
+        """Compute and reductions in any order, then what is stored into inputs, as into a `.grad` that exists."""
+        self.early, reduced = list(inputs), list[torch.Tensor]()
+        for _ in range(self.draw(st.integers(1, 18))):
+            if self.draw(st.integers(0, 4)) > 1:
+                self.compute()
+            else:
+                reduced.append(self.reduce())
+        every = [*self.early, *self.late]
+        others = self.draw(st.lists(st.sampled_from(every), max_size=3)) if self.draw(st.booleans()) else every[-1:]
+        for gradient in reduced if self.draw(st.booleans()) else ():
+            fitting = [each for each in inputs if (each.dtype, each.shape) == (gradient.dtype, gradient.shape)]
+            if fitting and self.draw(st.booleans()):
+                self.pick(*fitting).copy_(gradient)
+        return [*reduced, *others]
 
     def compute(self):
-        """Add one step of compute to the pool."""
-        node = self.pick(*self.pool)
-        made = self.pick(*STEPS)(self, node)
-        if made is None or value(made).numel() > MOST_ELEMENTS:
-            made = self.call(self.pick(*UNARY), node)
-        self.pool.append(made)
+        is_late = bool(self.late) and self.draw(st.booleans())
+        readable = [*self.early, *self.late] if is_late else self.early
+        x = self.pick(*readable)
+        made = self.pick(*STEPS)(self, x, [each for each in readable if each.dtype == x.dtype])
+        if made is None or made.numel() > MOST_ELEMENTS:
+            made = self.pick(*UNARY)(x)
+        (self.late if is_late else self.early).append(made)
 
-    def reduce(self, index, replica, averages):
-        sources = [node for node in self.pool if node not in self.after_wait]
-        computed = [node for node in sources if node.op != "placeholder"]
-        source = self.pick(*((computed if self.draw(st.booleans()) else sources) or sources))
-        made = _product(self, source) if self.draw(st.integers(0, 2)) == 0 else None
-        if made is not None and made not in self.after_wait:
-            source = made  # as the weight of a linear layer: a product without another user
-        shape, (reduce_op, scale) = tuple(value(source).shape), self.pick(*averages)
-        order = self.permutation(len(shape)) if self.draw(st.booleans()) else None
+    def reduce(self):
+        source = self.pick(*self.early)
+        if self.draw(st.integers(0, 2)) == 0:  # as the weight of a linear layer: a product without another user
+            product = _product(self, source, [each for each in self.early if each.dtype == source.dtype])
+            source = source if product is None else product
+        shape, averages = tuple(source.shape), [("sum", 0.5), ("sum", 0.25), ("avg", 1.0)]
+        reduce_op, scale = self.pick(*(averages if self.exact else [("sum", 1 / 3), ("avg", 1.0)]))
+        order, replica = self.pick(None, self.permutation(len(shape))), self.draw(st.integers(0, self.replicas - 1))
         where = {"group": self.pick(*self.groups), "reduce_op": reduce_op, "scale": scale, "replica": replica}
-        grad = Grad(index=index, shape=shape, order=order, dtype=value(source).dtype, **where)
-        reduced = self.call(REDUCE_GRAD, source, grad.index, grad.replica)
-        self.after_wait.add(reduced)
-        self.pool.append(reduced)
-        return grad, reduced
-
-    def store(self, reduced):
-        """Copy a reduced gradient into an input, as into a `.grad` that exists. At the end of a graph only."""
-        like = value(reduced).dtype, value(reduced).shape
-        inputs = self.graph.find_nodes(op="placeholder")
-        if fitting := [node for node in inputs if (value(node).dtype, value(node).shape) == like]:
-            self.call(aten.copy_.default, self.pick(*fitting), reduced)
+        index = sum(each.replica == replica for each in self.grads)
+        self.grads.append(Grad(index=index, shape=shape, order=order, dtype=source.dtype, **where))
+        self.late.append(self.grads[-1].reduce(source))
+        return self.late[-1]
 
 
-def value(node):
-    found = node.meta["val"]
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def _product(builder, node):
-    if value(node).dim() == 3:
-        return builder.call(aten.bmm.default, builder.call(aten.permute.default, node, [0, 2, 1]), node)
-    if value(node).dim() != 2:
+def _product(program, x, others):
+    if x.dim() == 3:
+        return torch.bmm(x.permute(0, 2, 1), x)
+    if x.dim() != 2:
         return None
-    rows = value(node).shape[0]
-    other = builder.partner(node, lambda each: each.dim() == 2 and each.shape[0] == rows)
-    return builder.call(aten.mm.default, builder.call(aten.permute.default, node, [1, 0]), other)
+    fitting = [each for each in others if each.dim() == 2 and each.shape[0] == x.shape[0]]
+    return torch.mm(x.permute(1, 0), program.pick(*fitting))
 
 
-def _sum_and_product(builder, node):
-    if value(node).dim() != 2:
-        return None
-    turned, total = builder.call(aten.permute.default, node, [1, 0]), builder.call(aten.sum.dim_IntList, node, [0])
-    return builder.call(aten.addmm.default, total, turned, node)
+def _sum_and_product(program, x, others):
+    return torch.addmm(x.sum([0]), x.permute(1, 0), x) if x.dim() == 2 else None
 
 
-def _binary(builder, node):
+def _binary(program, x, others):
     def broadcasts(other):
-        sizes = zip(reversed(other.shape), reversed(value(node).shape), strict=False)
+        sizes = zip(reversed(other.shape), reversed(x.shape), strict=False)
         return all(a == b or 1 in (a, b) for a, b in sizes)
 
-    other = builder.partner(node, broadcasts)
-    return builder.call(builder.pick(aten.add.Tensor, aten.mul.Tensor), node, other)
+    return program.pick(torch.add, torch.mul)(x, program.pick(*filter(broadcasts, others)))
 
 
-def _sum(builder, node):
-    if not value(node).dim():
-        return None
-    dimensions = builder.draw(st.lists(st.integers(0, value(node).dim() - 1), min_size=1, unique=True))
-    return builder.call(aten.sum.dim_IntList, node, dimensions, builder.draw(st.booleans()))
+def _sum(program, x, others):
+    dimensions = st.lists(st.integers(0, x.dim() - 1), min_size=1, unique=True)
+    return x.sum(program.draw(dimensions), keepdim=program.draw(st.booleans())) if x.dim() else None
 
 
-def _slice(builder, node):
-    if not value(node).dim():
-        return None
-    dimension = builder.draw(st.integers(0, value(node).dim() - 1))
-    return builder.call(aten.slice.Tensor, node, dimension, builder.draw(st.integers(0, 1)), 3)
+def _slice(program, x, others):
+    start = program.draw(st.integers(0, 1))
+    return aten.slice.Tensor(x, program.draw(st.integers(0, x.dim() - 1)), start, 3) if x.dim() else None
 
 
-def _scatter(builder, node):
+def _scatter(program, x, others):
     """Rows of an embedding: some collect several gradients, some none."""
-    if not value(node).dim():
+    if not x.dim():
         return None
-    count, *rest = value(node).shape
-    rows = builder.call(aten.remainder.Scalar, builder.call(aten.arange.default, count, device="cpu"), 3)
-    zeros = builder.call(aten.zeros.default, [4, *rest], dtype=value(node).dtype, device="cpu")
-    return builder.call(aten.index_put.default, zeros, [rows], node, True)
+    return x.new_zeros(4, *x.shape[1:]).index_put((torch.arange(x.shape[0]) % 3,), x, accumulate=True)
 
 
-def _reshape(builder, node):
-    shape, numel = list(value(node).shape), value(node).numel()
-    last = [numel // 2, 2] if numel % 2 == 0 else [numel, 1]
-    return builder.call(aten.reshape.default, node, builder.pick([numel], [1, *shape], [*shape, 1], last))
+def _reshape(program, x, others):
+    last = [x.numel() // 2, 2] if x.numel() % 2 == 0 else [x.numel(), 1]
+    return x.reshape(program.pick([x.numel()], [1, *x.shape], [*x.shape, 1], last))
 
 
 STEPS = (
@@ -188,14 +153,14 @@ STEPS = (
     _sum_and_product,
     _binary,
     _sum,
-    lambda builder, node: builder.call(aten.permute.default, node, list(builder.permutation(value(node).dim()))),
     _reshape,
-    lambda builder, node: builder.call(aten.expand.default, node, [2, *value(node).shape]),
     _slice,
     _scatter,
-    lambda builder, node: builder.call(aten._to_copy.default, node, dtype=builder.pick(*builder.dtypes)),
+    lambda program, x, others: x.permute(program.permutation(x.dim())),
+    lambda program, x, others: x.expand(2, *x.shape),
+    lambda program, x, others: aten._to_copy.default(x, dtype=program.pick(*program.dtypes)),
     # A collective of another module.
-    lambda builder, node: builder.call(WAIT, builder.call(ALL_REDUCE, node, "max", builder.pick(*builder.groups))),
+    lambda program, x, others: WAIT(ALL_REDUCE(x, "max", program.pick(*program.groups))),
 )
 
 
@@ -218,29 +183,11 @@ def _plan(draw, grads):
 
 @st.composite
 def random_backwards(draw, groups):
-    """Inputs, then compute and reductions in any order, then what is stored into inputs."""
-    builder = Builder(draw, groups[: draw(st.integers(1, len(groups)))], draw(st.sampled_from(PALETTES)))
-    for _ in range(draw(st.integers(1, 4))):
-        builder.placeholder()
-    exact = draw(st.sampled_from([True, True, True, False]))
-    averages = [("sum", 0.5), ("sum", 0.25), ("avg", 1.0)] if exact else [("sum", 1 / 3), ("avg", 1.0)]
-    replicas = draw(st.integers(1, 2))
-    grads = [[] for _ in range(replicas)]
-    reduced = []
-    for _ in range(draw(st.integers(1, 18))):
-        if draw(st.integers(0, 4)) > 1:
-            builder.compute()
-            continue
-        replica = draw(st.integers(0, replicas - 1))
-        reduced.append(builder.reduce(len(grads[replica]), replica, averages))
-        grads[replica].append(reduced[-1][0])
-    others = draw(st.lists(st.sampled_from(builder.pool), max_size=3)) if draw(st.booleans()) else builder.pool[-1:]
-    for _, node in reduced:
-        if draw(st.integers(0, 4)) == 0:
-            builder.store(node)
-    builder.graph.output([*(node for _, node in reduced), *others])
-    plans = tuple(_plan(draw, each) for each in grads)
-    return RandomBackward(builder.graph, tuple(builder.inputs), tuple(grad for grad, _ in reduced), plans, exact)
+    program = Program(draw, groups)
+    inputs = [program.input(number) for number in range(draw(st.integers(1, 4)))]
+    graph, grads = trace(program, *inputs).graph, program.grads
+    plans = [_plan(draw, [each for each in grads if each.replica == replica]) for replica in range(program.replicas)]
+    return RandomBackward(graph, tuple(inputs), tuple(grads), tuple(plans), program.exact)
 
 
 EXAMPLES = 300
