@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from meshes import keep_groups
-from on_ranks import Pool
+from on_ranks import Pool, forget_replicas
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_compile._torch import dynamo
@@ -41,8 +41,10 @@ def pytest_sessionstart(session):
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Dynamo counts recompilations by code object, and many models share `nn.Sequential`'s."""
+    """Dynamo counts recompilations by code object, and many models share `nn.Sequential`'s. No replica is left."""
     torch._dynamo.reset()
+    yield
+    forget_replicas()
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +71,19 @@ def ranks2(ranks):
         yield from _pool(2)
 
 
-@pytest.fixture(scope="session")
-def ranks3():
-    """Three real processes in one gloo group: no power of two."""
-    yield from _pool(3, "forkserver")
+def pool_of(world_size):
+    """A fixture: so many real processes in one gloo group."""
+
+    @pytest.fixture(scope="session")
+    def pool():
+        yield from _pool(world_size, "forkserver")
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def ranks4():
-    """Four real processes in one gloo group."""
-    yield from _pool(4, "forkserver")
-
-
-@pytest.fixture(scope="session")
-def mesh_ranks():
-    """Four real processes that keep the groups of their meshes; of `meshed`."""
-    yield from _pool(4, "forkserver")
+ranks3, ranks4 = pool_of(3), pool_of(4)
+mesh_ranks = pool_of(4)
+"""They keep the groups of their meshes; of `meshed`."""
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from importlib import import_module
 
 import torch
 
+from dp_compile.replica.replica import owners
 from dp_compile.testing.ranks import Ranks
 
 
 class Pool(Ranks):
-    """Each call begins with a fresh compiler, as each test does."""
+    """Each call begins with a fresh compiler, as each test does, and leaves no replica."""
 
     def run(self, function, *args, **options):
         return super().run(_freshly, function, *args, **options)
@@ -18,7 +19,16 @@ class Pool(Ranks):
 
 def _freshly(function, *args):
     torch._dynamo.reset()
-    return function(*args)
+    try:
+        return function(*args)
+    finally:
+        forget_replicas()
+
+
+def forget_replicas():
+    """A replicated module may hold itself until Python collects it, and counts in each backward of the process."""
+    for replica in tuple(owners):
+        owners.remove(replica)
 
 
 def on_ranks(pool):

@@ -165,12 +165,9 @@ def beside(
         for parameter in ours.parameters():
             parameter.add_(dist.get_rank())  # replicate() has to undo this
     dp_compile.replicate(ours, **{"config": AOT, "find_unused_parameters": find_unused} | options)
-    try:
-        sides = sides_of(ours, compile_model(ours), theirs, momentum=0.9)
-        train(sides, range(steps), step, rtol=rtol, atol=atol, set_to_none=set_to_none)
-        return dp_compile.report(ours)
-    finally:
-        dp_compile.unreplicate(ours)
+    sides = sides_of(ours, compile_model(ours), theirs, momentum=0.9)
+    train(sides, range(steps), step, rtol=rtol, atol=atol, set_to_none=set_to_none)
+    return dp_compile.report(ours)
 
 
 def train_beside(ours, run, theirs, steps, broken, micro=1):
@@ -184,6 +181,30 @@ def train_beside(ours, run, theirs, steps, broken, micro=1):
 
     train(sides_of(ours, run, theirs), steps, step, rtol=1e-5, atol=1e-7)
     same_on_all_ranks(ours)
+
+
+def train_beside_fsdp(ours, run, theirs, inputs, micros, dtype, *, eager=lambda step: False, **tolerance):
+    """Three steps of `micros` backwards, the last of them reduced; outputs have this dtype. `run` is that of ours."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs)]
+    for step in range(3):
+        for micro in range(micros):
+            for module, forward in ((ours, run), (theirs, theirs)):
+                module.set_requires_gradient_sync(micro == micros - 1)
+                with eagerly(module is ours and eager(step)):
+                    result = forward(inputs(micros * step + micro))
+                    assert result.dtype == dtype
+                    result.float().square().mean().backward()
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            whole = (other, other.grad) if one.requires_grad else (other,)
+            torch.testing.assert_close(
+                (one, one.grad)[: len(whole)],
+                tuple(each.full_tensor() for each in whole),
+                **({"rtol": 0, "atol": 0} | tolerance),
+                msg=lambda text, where=f"{name} in step {step}": f"{where}: {text}",
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def same_on_all_ranks(module):

@@ -1,6 +1,5 @@
 """A module that changed, parameters that differ between ranks or are left out, gradients that are not finite."""
 
-import gc
 import os
 from contextlib import nullcontext
 from unittest import mock
@@ -14,17 +13,8 @@ from torch import nn
 
 import dp_compile
 from dp_compile.config import CHECK_VARIABLE
-from dp_compile.engine import guards
 from dp_compile.engine.guards import fingerprints
 from dp_compile.errors import ReductionError
-
-
-@pytest.fixture(autouse=True)
-def no_replicas_of_other_tests():
-    """They look at each backward of the process until they are collected."""
-    gc.collect()
-    guards._checked.clear()
-
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)
 
@@ -255,7 +245,6 @@ def test_it_is_named_on_every_rank(compile_model, parts, at):
         assert f"without a gradient on this rank: {part}.weight, {part}.bias" in str(error.value)
     if dist.get_rank() != last and len(parts) > 1:
         assert f"on rank {last}: {parts[-1]}.weight, {parts[-1]}.bias" in str(error.value)
-    dp_compile.unreplicate(model)
 
 
 class Root(nn.Module):

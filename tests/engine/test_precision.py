@@ -61,7 +61,6 @@ def test_a_cast_that_overflows_is_found_on_every_rank(way, checked):
     with named, eagerly(way == "eager hooks"):
         loss.backward()
     assert checked or model[0].weight.grad.isinf()
-    dp_compile.unreplicate(model)
 
 
 DIVIDED = [
@@ -157,7 +156,6 @@ def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(dtype, options
     # The first factor is a constant, which products take in; from the second on code asks for it.
     assert len(report.captures) == 2
     assert len(signatures) == 6
-    dp_compile.unreplicate(model)
 
 
 @pytest.mark.parametrize("everybody", [True, False])
@@ -198,7 +196,6 @@ def test_options_that_are_not_allowed():
     for factor in (0, -1.0, math.nan, math.inf, True, "2"):
         with pytest.raises(dp_compile.ConfigError, match=f"must be a finite number > 0, got {factor!r}"):
             model.set_gradient_divide_factor(factor)
-    dp_compile.unreplicate(model)
 
 
 @pytest.mark.parametrize("factor", [1e-39, 1e46])
@@ -216,7 +213,6 @@ def test_factors_that_float32_has_no_room_for(factor):
         run(torch.ones(2, 6)).sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad / 2)  # as before the call
-    dp_compile.unreplicate(model)
 
 
 @on_ranks("ranks")
@@ -240,4 +236,3 @@ def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket():
     text = str(dp_compile.report(model))
     assert "computed in their buckets: 100.0%" in text
     assert "  copied " not in text
-    dp_compile.unreplicate(model)

@@ -6,7 +6,6 @@ import threading
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -103,7 +102,6 @@ def test_accumulation_with_cuda_graphs(monkeypatch):
         Replayed.apply(module[0], 3.0).sum().backward()
     assert module[0].grad is gradient, "what is added to stays where it is"
     assert torch.equal(gradient, torch.full((3,), 4.0))
-    dp_compile.unreplicate(module)
 
 
 def two_forwards(side, number):
@@ -346,6 +344,19 @@ def unused_locally(side, number):
     unused(side, 2 * number + 1)
 
 
+class Words(nn.Module):
+    """Two tables and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(12, 6, sparse=True), nn.EmbeddingBag(9, 6, sparse=True, mode="sum")
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x):
+        tokens = (x.abs() * 4).long().clamp(max=11)
+        return self.head(self.first(tokens).sum(1) + self.second(tokens % 9))
+
+
 WAYS = {
     "compiled": (compile_whole, nullcontext),
     "blocks": (compile_blocks, nullcontext),
@@ -395,6 +406,7 @@ CASES = {
     "no gradient for a parameter": (WithNone, plain, ("blocks", "eager hooks", "not compiled"), {}),
     "sharpness-aware": (mlp, sharpness_aware, BOTH, {}),
     "gradients of inputs": (mlp, input_gradients, BOTH, {}),
+    "sparse gradients": (Words, accumulation, ("compiled", "blocks", "not compiled"), {}),
     # The generator has the same state before each forward; every rank has its own.
     "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.5), mlp()), plain, ("compiled",), {}),
     "a backward in autocast": (
@@ -407,7 +419,7 @@ CASES = {
 
 
 NOT_CAPTURED = ("create_graph", "hooks that change gradients", "past torch.autograd", "started in C++")
-NOT_CAPTURED += ("captured on one rank",)
+NOT_CAPTURED += ("captured on one rank", "sparse gradients")
 
 
 def run_case(case, way):
@@ -429,6 +441,7 @@ def test_step_beside_torch_ddp(ranks, case, way):
             assert set(report.backwards) <= {"captured", "without sync"}
             assert {record.graphs for record in report.captures} == {1}
             assert any(record.completed for record in report.captures) or not case.startswith("unused")
+        assert case != "sparse gradients" or report.backwards["eager hooks"] == 3
         if way == "inductor":
             assert 1 < report.captures[0].collectives < report.captures[0].hooks
 
@@ -474,7 +487,6 @@ def test_what_inner_backwards_use_is_not_taken_for_unused():
             each.zero_grad()
             each(batch(number)).square().mean().backward()
         expect_average(model, alone)
-    dp_compile.unreplicate(model)
 
 
 class WithBuffers(nn.Module):
@@ -534,7 +546,6 @@ def test_some_parameters_as_inputs():
     model = dp_compile.replicate(mlp(), config=AOT)
     with pytest.raises(dp_compile.ReductionError, match=r"inputs=\.\.\.\) names some parameters .* not 0\.bias, 2\."):
         model(torch.ones(2, 6)).sum().backward(inputs=[model[0].weight])
-    dp_compile.unreplicate(model)
 
 
 @on_ranks("ranks")
@@ -556,7 +567,6 @@ def test_torchs_own_capture_of_a_forward_that_was_not_compiled():
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             both.step(torch.ones(2, 6))
     assert both.report.backwards == {"eager hooks": 2}
-    dp_compile.unreplicate(both.model)
 
 
 class Shares(nn.Module):
@@ -593,7 +603,6 @@ def test_a_node_that_a_checkpoint_and_the_captured_backward_share(function, outs
             loss.backward()
             assert dp_compile.report(model).backwards["eager hooks"] == 1
             expect_average(model, twin)
-    dp_compile.unreplicate(model)
 
 
 class Waits(torch.autograd.Function):
@@ -627,35 +636,6 @@ def test_two_backwards_of_one_module_at_a_time_are_refused():
             slow.join()
         compiled(torch.ones(2, 6)).sum().backward()
     assert dp_compile.report(model).backwards["eager hooks"] == 3
-    dp_compile.unreplicate(model)
-
-
-class Words(nn.Module):
-    """Two tables and a dense layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Embedding(12, 6, sparse=True), nn.EmbeddingBag(9, 6, sparse=True, mode="sum")
-        self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-
-    def forward(self, x):
-        tokens = (x.abs() * 4).long().clamp(max=11)
-        return self.head(self.first(tokens).sum(1) + self.second(tokens % 9))
-
-
-def one_local(side, number):
-    with side.no_sync():
-        side.loss(number).backward()
-    side.loss(number + 50).backward()
-
-
-@pytest.mark.parametrize(
-    ("compile_model", "step"), [(compile_whole, one_local), (compile_blocks, plain), (not_compiled, plain)]
-)
-def test_as_torch_s_ddp(ranks2, compile_model, step):
-    for found in ranks2.run(partial(beside, Words, step, compile_model=compile_model)):
-        assert found.backwards["eager hooks"] == 3
-        assert "captured" not in found.backwards
 
 
 @on_ranks("ranks2")
@@ -672,7 +652,6 @@ def test_uneven_inputs():
         (theirs(batch(2)).square().mean() / 2).backward()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
-    dp_compile.unreplicate(ours)
 
 
 def test_what_it_cannot_be_combined_with():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from parity import AOT, batch, compare, compile_whole, eagerly, mlp
+from parity import AOT, batch, compare, compile_whole, eagerly, mlp, train_beside_fsdp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -34,8 +34,6 @@ def test_ranks_that_reduce_different_modules_together(way):
     text = "reduced different modules together.*rank 0 the module of 0.weight.*rank 1 the module of 0.weight"
     with pytest.raises(dp_compile.DPCompileError, match=text):
         step(runs[dist.get_rank()], 3)
-    for head in heads:
-        dp_compile.unreplicate(head)
 
 
 @pytest.mark.parametrize("of_torch", [False, True])
@@ -56,8 +54,6 @@ def test_modules_of_different_kinds_in_one_backward(of_torch):
         for mine, other in zip(ours, theirs, strict=True):
             compare(mine, other.module, f"step {number}", rtol=1e-5, atol=1e-6)
     assert dp_compile.report(first).backwards == {"eager hooks": 3}
-    for each in (first,) if of_torch else (first, second):
-        dp_compile.unreplicate(each)
 
 
 class Mixed(nn.Module):
@@ -104,8 +100,6 @@ def test_two_groups_two_dtypes_tied_and_repeated_parameters():
     (record,), (other,) = (report.captures for report in reports)
     assert record == other
     assert (record.graphs, record.collectives) == (1, sum(len(report.plan.buckets) for report in reports))
-    for model in models:
-        dp_compile.unreplicate(model)
 
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -155,28 +149,13 @@ def test_as_fsdp_with_nested_policies(eager_rank):
     dp_compile.replicate(model, config=AOT, mp_policy=whole)
     fully_shard(theirs, mp_policy=whole)
     ours = compile_whole(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, theirs)]
-    for step in range(3):
-        eager = step > 0 and dist.get_rank() == eager_rank
-        for micro in range(2):
-            for module, run in ((model, ours), (theirs, theirs)):
-                module.set_requires_gradient_sync(micro == 1)
-                with eagerly(eager and run is ours):
-                    result = run(tokens(2 * step + micro))
-                    assert result.dtype == BF16
-                    result.float().square().mean().backward()
-        for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad.full_tensor()), f"gradient of {name} in step {step}"
-            assert torch.equal(one, other.full_tensor()), f"{name} in step {step}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    is_eager = dist.get_rank() == eager_rank
+    train_beside_fsdp(model, ours, theirs, tokens, 2, BF16, eager=lambda step: is_eager and step > 0)
     expected = {"captured": 3, "without sync": 3}
-    if dist.get_rank() == eager_rank:
+    if is_eager:
         expected = {"captured": 1, "eager hooks": 2, "without sync": 3}
     for each in (*parts(model), model):
         assert dp_compile.report(each).backwards == expected
-        dp_compile.unreplicate(each)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -218,7 +197,6 @@ class TestAlone:
         ):
             dp_compile.replicate(model, config=AOT)
         assert type(model) is Net
-        dp_compile.unreplicate(model.embed)
 
     def test_a_part_after_the_whole_and_nothing_left(self):
         model = dp_compile.replicate(Net(), config=AOT)
@@ -232,4 +210,3 @@ class TestAlone:
             dp_compile.replicate(nn.Sequential(model), config=AOT)
         with pytest.raises(dp_compile.UnsupportedModuleError, match="a part of the module is replicated already"):
             decentralize(nn.Sequential(model), topology="ring", optimizer=torch.optim.SGD)
-        dp_compile.unreplicate(model)
