@@ -2,12 +2,11 @@
 
 import os
 import time
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench_standins import tiny
 from torch import nn
 
 from dp_compile._torch import inductor
@@ -40,13 +39,16 @@ def test_a_plain_step_gives_the_gradient_and_is_taken_back(rule):
     assert workload("gpt-4l:adamw").rule is ADAMW
 
 
-def train(name, backend):
-    """On a rank: the gradients of a batch before and after `STEPS` steps."""
+def train(name, job="tiny-gpt", is_simulated=False):
+    """On a rank: the gradients of a batch before and after `STEPS` steps; perhaps with the simulated group."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    chosen, trained = mode(name), workload("tiny-gpt")
-    if chosen.takes("backend"):
-        chosen = chosen._replace(prepare=partial(chosen.prepare, backend=backend))
-    trainer = chosen.prepare(trained)
+    if is_simulated:
+        dist.destroy_process_group()
+        os.environ.update(simulated_group.environment(FAST))
+        dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
+    chosen, trained = mode(name), workload(job)
+    # Without code where the compiler does not matter.
+    trainer = chosen.prepare(trained, **{"backend": "aot_eager"} if chosen.takes("backend") else {})
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = trained.batch(generator)
     with inductor.generated_anew():
@@ -55,20 +57,20 @@ def train(name, backend):
     for _ in range(STEPS):
         trainer.step(trained.batch(generator))
     trainer.wait()
-    return {"before": before, "again": again, "after": as_arrays(trainer.gradients(batch)), "counts": trainer.counts()}
+    return {"before": before, "again": again, "after": as_arrays(trainer.gradients(batch))}
 
 
 def as_arrays(gradients):
     return {name: each.numpy() for name, each in gradients.items()}
 
 
-def run(name, backend="aot_eager"):
-    """In new processes: Dynamo, Inductor and DDP keep state in one. Without code where the compiler does not matter."""
-    with Ranks(2, "forkserver") as ranks:
-        return ranks.run(train, name, backend)
-
-
 @cache
+def run(name, *given, ranks=2):
+    """In new processes: Dynamo, Inductor and DDP keep state in one."""
+    with Ranks(ranks, "forkserver") as pool:
+        return pool.run(train, name, *given)
+
+
 def torch_ddp():
     one, two = run("ddp")
     # It reduces: otherwise two modes that do nothing would be equal.
@@ -138,34 +140,12 @@ def test_a_collective_lasts_as_long_as_stated_and_waits_its_turn():
     assert not SimulatedGroup(0, RANKS, NEVER).allreduce([data]).is_completed()
 
 
-def gradients_of(name, is_simulated=False):
-    """Of the first batch, by a mode, and after three steps; perhaps with the simulated group."""
-    if is_simulated:
-        dist.destroy_process_group()
-        os.environ.update(simulated_group.environment(FAST))
-        dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
-    torch.manual_seed(0)
-    chosen = mode(name)
-    trainer = chosen.prepare(tiny(), **{"backend": "aot_eager"} if chosen.takes("backend") else {})
-    batch = tiny().batch(torch.Generator().manual_seed(1))
-    found = {f"first {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
-    for _ in range(3):
-        trainer.step(batch)
-    return found | {f"later {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
-
-
 @pytest.mark.parametrize(
     "name",
     ["ours", "python_reducer", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "ddp_compiled"))],
 )
 def test_modes_train_as_one_process_does(name):
     """No mode waits for a rank that does not exist, and averages are the gradients of this process."""
-    torch.testing.assert_close(in_a_new_process(name, True), in_a_new_process("compute"), rtol=1e-4, atol=1e-6)
-
-
-@cache
-def in_a_new_process(*arguments):
-    """Modes change settings of the compiler."""
-    with Ranks(1, "forkserver") as ranks:
-        (found,) = ranks.run(gradients_of, *arguments)
-    return found
+    tiny = "bench_standins:tiny"
+    (found,), (expected,) = run(name, tiny, True, ranks=1), run("compute", tiny, ranks=1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
