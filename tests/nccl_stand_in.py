@@ -13,7 +13,6 @@ Sums are added up in the order of the ranks, in the dtype of the tensor: every r
 """
 
 import itertools
-import queue
 import threading
 import weakref
 from collections import Counter
@@ -47,30 +46,30 @@ def _flat(tensor):
 
 @hidden_from_dynamo
 class Work(dist.Work):
-    """A collective on its way. Holds what it reads and writes until it was waited for. `given`: copies of that."""
+    """A collective on its way. Holds what it reads and writes until it was waited for."""
 
-    def __init__(self, reads, writes, timeout):
+    def __init__(self, lane, collective, reads, writes, timeout):
         super().__init__()
         self._lock, self._timeout, self._is_delivered = threading.RLock(), timeout, False
-        self.ran = futures.Future()  # its result is in private memory
         self._future = None
         self._reads, self._writes = [_flat(each) for each in reads], [_flat(each) for each in writes]
         self._tensors = list(writes or reads)
-        self.given = [each.clone() for each in self._reads]
+        given = [each.clone() for each in self._reads]
         with torch.no_grad():
             for each in self._writes:
                 kind = each.dtype
                 each.fill_(torch.nan if kind.is_floating_point else kind == torch.bool or torch.iinfo(kind).max)
             written = {(each.data_ptr(), each.numel()) for each in self._writes}
-            for flat, own in zip(self._reads, self.given, strict=True):
+            for flat, own in zip(self._reads, given, strict=True):
                 # But for a part of an all-gather that is in its place already.
                 if (flat.data_ptr(), flat.numel()) not in written:
                     flat.copy_(own)
         self._before = [each.clone() for each in (*self._reads, *self._writes)]
+        self._ran = lane.submit(torch.no_grad()(collective), given)  # its result is in private memory
 
     def _deliver(self):
         with self._lock, torch.no_grad():
-            results = self.ran.result()
+            results = self._ran.result()
             if self._is_delivered:
                 return
             for now, then in zip((*self._reads, *self._writes), self._before, strict=True):
@@ -78,17 +77,17 @@ class Work(dist.Work):
                     raise RuntimeError("memory of a collective was written between its launch and its wait")
             for memory, result in zip(self._writes, results, strict=bool(self._writes)):
                 memory.copy_(result)
-            self._is_delivered, self._before, self.given, self._reads = True, [], [], []
+            self._is_delivered, self._before, self._reads = True, [], []
 
     def wait(self, timeout=None):
         limit = (timeout or self._timeout).total_seconds()
-        if not futures.wait([self.ran], limit).done:
+        if not futures.wait([self._ran], limit).done:
             raise dist.DistBackendError(f"a collective has not ended within {limit:g} s")
         self._deliver()
         return True
 
     def is_completed(self):
-        return self.ran.done() and self.wait()
+        return self._ran.done() and self.wait()
 
     def get_future(self):
         """Its result is in the memory when it is completed: torch's reducer waits for it and never for the work."""
@@ -97,7 +96,7 @@ class Work(dist.Work):
                 self._future = torch.futures.Future()
                 # A separate thread: a callback of the future may launch a collective on this lane and wait for it.
                 finish = threading.Thread(target=self._complete, args=(self._future,), daemon=True)
-                self.ran.add_done_callback(lambda _: finish.start())
+                self._ran.add_done_callback(lambda _: finish.start())
             return self._future
 
     def _complete(self, future):
@@ -107,22 +106,6 @@ class Work(dist.Work):
             future.set_exception(error)  # torch annotates it wrongly
         else:
             future.set_result(self._tensors)
-
-
-def _run(lane):
-    with torch.no_grad():
-        while (found := lane.get()) is not None:
-            work, collective = found
-            try:
-                work.ran.set_result(collective())
-            except BaseException as error:  # raised by the wait
-                work.ran.set_exception(error)
-            del found, work, collective  # this thread may wait for long, and would hold the tensors
-
-
-def _end(lane, thread):
-    lane.put(None)
-    thread.join(1.0)
 
 
 @hidden_from_dynamo
@@ -137,11 +120,7 @@ class StandIn(dist.ProcessGroup):
         self._name = self._description = ""
         self._inner = dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
         self._count = 0
-        self._lane = queue.SimpleQueue()
-        thread = threading.Thread(target=_run, args=(self._lane,), name="stand-in for NCCL", daemon=True)
-        thread.start()
-        # At the end of the process too: no thread of torch's may live on.
-        weakref.finalize(self, _end, self._lane, thread)
+        self._lane = futures.ThreadPoolExecutor(1, "stand-in for NCCL")
 
     # --- what torch asks of a group
 
@@ -169,7 +148,7 @@ class StandIn(dist.ProcessGroup):
         return self._count
 
     def shutdown(self):
-        self._lane.put(None)
+        self._lane.shutdown(wait=False)
 
     # --- the lane
 
@@ -183,10 +162,7 @@ class StandIn(dist.ProcessGroup):
                 raise ValueError("Tensors must be contiguous")
         launched[what] += 1
         self._count += 1
-        work = Work(reads, writes, self.options._timeout)
-        given = work.given
-        self._lane.put((work, lambda: collective(given)))
-        return work
+        return Work(self._lane, collective, reads, writes, self.options._timeout)
 
     def _gathered(self, own):
         """The same tensor of each rank."""
