@@ -331,10 +331,20 @@ def short(text):
     return text.partition("\n# As torch prints it\n")[0]
 
 
+TRACED = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from test_capture import train
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+train()
+dist.destroy_process_group()
+"""
+
+
 def test_tlparse_shows_the_stages_under_our_names(tmp_path):
-    environment = os.environ | {"TORCH_TRACE": str(tmp_path / "trace")}
-    training = Path(__file__).parents[1] / "traced_run.py"
-    subprocess.run([sys.executable, str(training)], env=environment, check=True, capture_output=True)
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True, capture_output=True)
     (log,) = (tmp_path / "trace").iterdir()
     command = [str(Path(sys.executable).parent / "tlparse"), str(log), "-o", str(tmp_path / "out"), "--no-browser"]
     subprocess.run(command, check=True, capture_output=True)
