@@ -1,6 +1,6 @@
 """A training that can be interrupted: `resumable_run.py CHECKPOINTS RESULT`, with a checkpoint after each step.
 
-In step `KILL_AT` rank 1 kills itself; or what `WHO_DIES` names, also an agent of `torchrun` with its rank.
+In step `KILL_AT` a rank with the variable `DIES` kills itself and its agent of `torchrun`.
 """
 
 import os
@@ -21,7 +21,7 @@ STEPS = 6
 KILL_AT = 3
 
 
-def train(directory, interrupted):
+def train(directory):
     """Train from the latest checkpoint in `directory` to the end. Returns the parameters."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -30,10 +30,9 @@ def train(directory, interrupted):
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
     compiled = torch.compile(model, backend="aot_eager")
     print(f"rank {dist.get_rank()} starts at step {first}", flush=True)
-    who_dies = os.environ.get("WHO_DIES", "rank 1")
     for number in range(first, STEPS):
-        if interrupted and first == 0 and number == KILL_AT and who_dies in ("agent", f"rank {dist.get_rank()}"):
-            for process in [os.getppid()] * (who_dies == "agent") + [os.getpid()]:
+        if number == KILL_AT and "DIES" in os.environ:
+            for process in (os.getppid(), os.getpid()):
                 os.kill(process, signal.SIGKILL)
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
         optimizer.zero_grad()
@@ -58,7 +57,7 @@ def load(directory, model, optimizer):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    parameters = train(sys.argv[1], interrupted=True)
+    parameters = train(sys.argv[1])
     if dist.get_rank() == 0:
         torch.save(parameters, sys.argv[2])
     dist.destroy_process_group()

@@ -164,12 +164,11 @@ def made(
     config=SMALL,
     max_norm=None,
     scaled=False,
-    given=None,
     prepare=lambda model: None,
     compile_theirs=False,
     **options,
 ):
-    """Twins with an optimizer of that way; `given` goes to `in_backward` too, `options` to `replicate`."""
+    """Twins with an optimizer of that way; `options` go to `replicate`."""
     torch._dynamo.reset()
     models = []
     for _ in range(2):
@@ -183,7 +182,7 @@ def made(
         prepare(model)
     mine, other = make(models[0].parameters()), make(models[1].parameters())
     scalers = tuple(torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
-    given = GIVEN[way] | {"max_norm": max_norm, "scaler": scalers[0] if scaled else None} | (given or {})
+    given = GIVEN[way] | {"max_norm": max_norm, "scaler": scalers[0] if scaled else None}
     assert dp_compile.optim.in_backward(ours, mine, **given) is mine
     compile_model = compile_model or (waiting if "overlap_forward" in given else compile_whole)
     # Not compiled it is cheaper, and eager hooks add up to the same bits. Inductor's kernels round otherwise.

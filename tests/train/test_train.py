@@ -150,12 +150,12 @@ def test_a_machine_that_is_lost_and_comes_back(agent, ranks2, tmp_path):
     """Its agent and rank are killed, all go on from torch's distributed checkpoint when another one is there."""
     result = tmp_path / "result.pt"
     program = (resumable_run.__file__, str(tmp_path / "interrupted"), str(result))
-    stays, goes = agent(0, *program, WHO_DIES="nobody"), agent(1, *program, WHO_DIES="agent")
+    stays, goes = agent(0, *program), agent(1, *program, DIES="")
     assert goes.wait(timeout=300) != 0
-    back = agent(1, *program, WHO_DIES="nobody")
+    back = agent(1, *program)
     out = ended(stays) + ended(back)
     assert f"starts at step {resumable_run.KILL_AT}" in out
     resumed = torch.load(result)
-    expected = ranks2.run(resumable_run.train, str(tmp_path / "whole"), False)[0]
+    expected = ranks2.run(resumable_run.train, str(tmp_path / "whole"))[0]
     assert resumed.keys() == expected.keys()
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
