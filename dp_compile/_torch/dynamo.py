@@ -175,27 +175,29 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def refill_constants(graph_module: fx.GraphModule) -> None:
-    """In a captured graph, make again in each backward what has one value in all places, as the zeros that gradients of
-    an embedding are added to.
+    """In a captured graph, replace each constant that holds a single value by a call that makes it in each backward.
 
-    A forward from AOTAutograd's cache brings its backward pickled, which torch.fx traces anew: it evaluates calls
-    without tensors (torch 2.13). Their results, as large as a vocabulary, would stay as long as the code.
+    AOTAutograd's cache holds the backward of a forward as a pickle. Loading it traces the backward with torch.fx, which
+    evaluates calls without tensors (torch 2.13). The zeros that the gradient of an embedding is added to would stay in
+    memory as long as the code, and are as large as the table.
     """
-    constants = graph_module.graph.find_nodes(op="get_attr")
-    for node in constants:
-        value = getattr(graph_module, str(node.target), None)
+    graph, replaced = graph_module.graph, set[str]()
+    for node in graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        value = getattr(graph_module, name, None)
         if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_contiguous():
             continue
         first = value.flatten()[0]
         if bool((value == first).all()):
             options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-            with graph_module.graph.inserting_before(node):
-                args = [*value.shape], first.item()
-                full = graph_module.graph.call_function(torch.ops.aten.full.default, args, options)
+            with graph.inserting_before(node):
+                full = graph.call_function(torch.ops.aten.full.default, ([*value.shape], first.item()), options)
             node.replace_all_uses_with(full)
-            graph_module.graph.erase_node(node)
-            delattr(graph_module, str(node.target))
-    if constants:
+            graph.erase_node(node)
+            replaced.add(name)
+    for name in replaced:  # several nodes may read one
+        delattr(graph_module, name)
+    if replaced:
         graph_module.recompile()
 
 

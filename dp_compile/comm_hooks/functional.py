@@ -207,7 +207,8 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
         state = dict(hook.initial_state(like))
     for key, tensor in state.items():
         is_state = isinstance(key, str) and isinstance(tensor, torch.Tensor)
-        _require(is_state, hook, f"must have as state for {name} tensors by name, got {key!r}: {type(tensor).__name__}")
+        got = f"{key!r}: {type(tensor).__name__}"
+        _require(is_state, hook, f"must return tensors by name as the initial state for {name}, got {got}")
     return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
 
 

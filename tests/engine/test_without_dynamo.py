@@ -361,7 +361,11 @@ def test_a_forward_that_torch_saved_gives_the_same_gradients(fake_group, dynamos
 
 
 def test_constants_of_one_value_are_made_again():
-    graph_module = fx.symbolic_trace(lambda x: x * torch.full((3,), 2.0) + torch.arange(3.0))
+    def used_twice(x):
+        twos = torch.full((3,), 2.0)
+        return x * twos + twos + torch.arange(3.0)
+
+    graph_module = fx.symbolic_trace(used_twice)
     dynamo.refill_constants(graph_module)
     assert [each.tolist() for each in graph_module.buffers()] == [[0.0, 1.0, 2.0]]
-    torch.testing.assert_close(graph_module(torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
+    torch.testing.assert_close(graph_module(torch.ones(3)), torch.tensor([4.0, 5.0, 6.0]))
