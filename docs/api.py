@@ -25,7 +25,6 @@ them.
 
 
 ELSEWHERE: Final = (
-    ("decentralized", "DecentralizedDataParallel"),
     ("decentralized", "decentralize"),
     ("insight.profile", "measured_step"),
     ("replication.join", "joinable"),

@@ -1,4 +1,4 @@
-"""`decentralize()`: ranks mix their parameters with few others in each step, and reduce no gradient; and a wrapper."""
+"""`decentralize()`: ranks mix their parameters with few others in each step, and reduce no gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dp_compile.optim.setup import check_kind
 from dp_compile.plan.planner import PlanResult
 from dp_compile.replica.replica import Replica
 from dp_compile.replica.store_channel import check_consistent_in_call, propagate_errors
-from dp_compile.replication.module import Pending, inner_module, no_sync, parts_of, replica_of, state_of, unwrap, wrap
+from dp_compile.replication.module import Pending, parts_of, replica_of, state_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.selection import refuse_dtensors
 
@@ -138,7 +138,7 @@ def decentralize(
         raise
     replica.planning.awaits_graph, replica.planning.strategy, replica.state.reduces_gradients = False, "fixed", False
     replica.after.updates.append(updates)
-    inner = inner_module(module)
+    inner = unwrap(module)
     if (kind := type(inner)) not in _classes:  # of the same name, and the same one each time: modules can share code
         _classes[kind] = type(kind.__name__, (DecentralizedModule, kind), {"__module__": kind.__module__})
     inner.__class__ = _classes[kind]
@@ -204,56 +204,6 @@ class DecentralizedModule(nn.Module):
     def get_lr(self) -> float:
         """The learning rate of the optimizer's first group for the next step."""
         return float(mixing_of(self).optimizer.param_groups[0]["lr"])
-
-
-class DecentralizedDataParallel(DecentralizedModule):
-    """Wraps a module as decent-dp's class of this name does, on `decentralize`, whose options and errors it has.
-
-    `state_dict` keys have the prefix `module.`. `docs/algorithms.md` says what is different on purpose.
-
-    Args:
-        model: the module to wrap, on its device already; also found as `.module`.
-        optim_fn: makes the optimizer from a list of names and parameters; called once, with all of them.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optim_fn: OptimizerFn,
-        lr_scheduler_fn: SchedulerFn | None = None,
-        topology: str | Topology = "complete",
-        scaler: GradScaler | None = None,
-        grad_clip_norm: float = 0.0,
-        param_as_bucket_view: bool = True,
-        sync_buffer_in_global_avg: bool = False,
-        bucket_size_in_mb: float = 25,
-        _local_world_size: int | None = None,
-        *,
-        config: ReplicateConfig | None = None,
-    ) -> None:
-        super().__init__()
-        self.module = decentralize(
-            model,
-            topology=topology,
-            optimizer=optim_fn,
-            lr_scheduler_fn=lr_scheduler_fn,
-            scaler=scaler,
-            grad_clip_norm=grad_clip_norm,
-            param_as_bucket_view=param_as_bucket_view,
-            bucket_size_in_mb=bucket_size_in_mb,
-            sync_buffer_in_global_avg=sync_buffer_in_global_avg,
-            local_world_size=_local_world_size,
-            config=config,
-        )
-        wrap(self, unwrap(self.module))
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.module(*inputs, **kwargs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients inside; the first backward after it is a step."""
-        return no_sync(self.module)
 
 
 # Hooks of the module. A copy of it has them too, and is a plain module.

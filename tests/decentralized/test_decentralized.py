@@ -136,11 +136,11 @@ def beside_decent_dp(option, names):
     world_size, steps, worst = dist.get_world_size(), 8, 0.0
     for name in names:
         ours, other = mlp(), mlp()
-        given = {"optim_fn": adamw_of_names, "lr_scheduler_fn": halved} | DECENT_OPTIONS[option]
-        factor = given.pop("factor", 1.0)
-        theirs = DecentralizedDataParallel(other, topology=name, _local_world_size=2, **given)
+        given = {"lr_scheduler_fn": halved} | DECENT_OPTIONS[option]
+        factor, optimizer = given.pop("factor", 1.0), given.pop("optim_fn", adamw_of_names)
+        theirs = DecentralizedDataParallel(other, topology=name, _local_world_size=2, optim_fn=optimizer, **given)
         chosen = as_theirs(name, world_size, steps)
-        model = dp_compile.decentralized.DecentralizedDataParallel(ours, topology=chosen, config=AOT, **given)
+        model = decentralize(ours, topology=chosen, optimizer=optimizer, config=AOT, **given)
         theirs.set_adaptive_factor(factor)
         model.set_adaptive_factor(factor)
         for step in range(steps):
@@ -399,14 +399,14 @@ def accumulated():
     """The average of two backwards, compiled and not; a copy is a plain module."""
     found = []
     for compile_model in (compile_whole, not_compiled):
-        model = dp_compile.decentralized.DecentralizedDataParallel(mlp(), adamw_of_names, topology="ring", config=AOT)
+        model = decentral(mlp())
         run = compile_model(model)
         for step in range(3):
-            with model.no_sync():
+            with dp_compile.no_sync(model):
                 (run(mine(step)).square().mean() / 2).backward()
             (run(mine(step + 7)).square().mean() / 2).backward()
         found.append(values(model))
-        copied = copy.deepcopy(model.module)
+        copied = copy.deepcopy(model)
         assert type(copied) is nn.Sequential
         copied.load_state_dict(copied.state_dict())  # its hooks know that it is another module
     assert all(map(torch.equal, *found))
