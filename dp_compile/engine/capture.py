@@ -18,7 +18,7 @@ from dp_compile._torch import distributed, dynamo
 from dp_compile._torch.dtensors import placements_of
 from dp_compile.engine import window
 from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
-from dp_compile.engine.graph import Binding, CapturedGraph, GradientId, Sites, find_sites
+from dp_compile.engine.graph import Binding, GradientId, Sites, bind, find_sites
 from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import finalize_plans
@@ -64,7 +64,7 @@ class CapturedBackward:
                 _refuse_shards(rest[2])
                 if dynamo.stance() == "eager_on_recompile":
                     return self._run_uncompiled(replicas, inputs, rest)
-                captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
+                captured = bind(self._graph_module, self._sites, binding, len(inputs), replicas)
                 compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):

@@ -27,10 +27,8 @@ from dp_compile.engine.graph import (
     CapturedGraph,
     GradientId,
     NotPlain,
-    ToReduce,
     check_plain,
     reductions_in,
-    updates_of,
     with_reductions,
     without_python,
 )
@@ -70,39 +68,26 @@ class CompiledBackward:
 
     def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
         self.has_begun = False  # code of it was running: what it was given may be used up
-        self._captured, self._binding = captured, captured.binding
+        self._graph = captured
         self._plans = tuple(replica.plan.for_code() for replica in replicas)
-        self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
-        got = {place for place in self._binding.hooked if place is not None}
-        self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
-        self._unused = {
-            ordinal: tuple(index for index in range(len(replica.parameters)) if (ordinal, index) not in got)
-            for ordinal, replica in enumerate(replicas)
-        }
-        self._updates = updates_of(replicas, self._binding.wanted, self._binding.hooked)
-        self._to_reduce = ToReduce(self._synced, self._unused, self._updates)
         self._number = next(_code_numbers)
         self._run: Callable[..., Any] | None = None
         self._by_dynamo: Callable[..., Any] | None = None
-        self._has_run = False
         self._record: CaptureRecord | None = None  # of the latest compilation
         # Of the backward that is running.
         self._replicas: tuple[Replica, ...] = ()
         self._reducing: tuple[Replica, ...] = ()
-        self._ranges: BucketRanges | None = None
         self._hook_runs: dict[tuple[int, int], HookRun] = {}
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
             if not replica.state.sync:
-                replica.state.step_guard.used.update(self._used[ordinal])
+                replica.state.step_guard.used.update(self._graph.used[ordinal])
         self.has_begun = False
         inputs.extend(self._extra_inputs(replicas))
-        self._replicas, self._reducing = replicas, tuple(replicas[ordinal] for ordinal in self._synced)
+        self._replicas, self._reducing = replicas, tuple(replicas[ordinal] for ordinal in self._graph.synced)
         try:
             with during(BACKWARD, *self._reducing):
-                if self._has_run and autograd.profiler_is_on():
-                    self._ranges = BucketRanges(self._reducing)
                 started, record = time.monotonic(), self._record
                 if self._run is None:
                     self._run = self._make(inputs)
@@ -114,9 +99,8 @@ class CompiledBackward:
                 raise error.inner_exception from None
             raise
         finally:
-            self._replicas, self._reducing, self._ranges = (), (), None
+            self._replicas, self._reducing = (), ()
             hook_runs, self._hook_runs = self._hook_runs, {}
-        self._has_run = True
         if self._record is not None:
             for replica in replicas:
                 replica.history.captures[self._number] = self._record
@@ -125,17 +109,17 @@ class CompiledBackward:
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `with_reductions`: per replica flags and old gradients of unused parameters."""
-        for ordinal in self._synced:
-            for index in sorted(replicas[ordinal].module.dtensors.intersection(self._unused[ordinal])):
+        for ordinal in self._graph.synced:
+            for index in sorted(replicas[ordinal].module.dtensors.intersection(self._graph.unused[ordinal])):
                 lay_out(replicas[ordinal].parameters[index])  # of earlier backwards, without synchronisation
-        for ordinal in self._synced:
-            replica, unused = replicas[ordinal], self._unused[ordinal]
-            used = self._used[ordinal]
+        for ordinal in self._graph.synced:
+            replica, unused = replicas[ordinal], self._graph.unused[ordinal]
+            used = self._graph.used[ordinal]
             if replica.state.step_guard.used:
                 used = tuple(sorted({*used, *replica.state.step_guard.used}))
             yield flags_to_send(replica, unused, used)
             for index in unused:
-                if (ordinal, index) in self._binding.kept:
+                if (ordinal, index) in self._graph.binding.kept:
                     grad = replica.parameters[index].grad
                     assert grad is not None
                     # A copy: compiled autograd hands it over as well where the parameter's node is reached by no
@@ -149,8 +133,8 @@ class CompiledBackward:
     ) -> None:
         remaining = iter(reduced)
         complaints: list[DPCompileError] = []
-        for ordinal in self._synced:
-            replica, unused = replicas[ordinal], self._unused[ordinal]
+        for ordinal in self._graph.synced:
+            replica, unused = replicas[ordinal], self._graph.unused[ordinal]
             flags = next(remaining)
             averages = [None if index in replica.after.scattered else next(remaining) for index in unused]
             replica.state.step_guard.used.clear()
@@ -176,9 +160,9 @@ class CompiledBackward:
         try:
             if inductor.uses_cuda_graphs({}) or dynamo.stance() != "default":
                 raise NotPlain("CUDA graphs are on, or a stance that is Dynamo's to keep")
-            check_plain(self._captured, self._replicas, self._to_reduce)
-            module = with_reductions(self._captured, self._replicas, self._to_reduce)
-            existing = self._captured.sites.existing
+            check_plain(self._graph, self._replicas)
+            module = with_reductions(self._graph, self._replicas)
+            existing = self._graph.sites.existing
             if not _lie_apart(inputs, existing):
                 raise NotPlain("gradients that are added to share memory")
             fits = dynamo.Fits(inputs)
@@ -195,7 +179,7 @@ class CompiledBackward:
 
     def _run_by_dynamo(self, inputs: list[Any], *rest: Any) -> Any:
         if self._by_dynamo is None:  # made when it is asked for: it holds the graph
-            module = with_reductions(self._captured, self._replicas, self._to_reduce)
+            module = with_reductions(self._graph, self._replicas)
             # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
             self._by_dynamo = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
         return self._by_dynamo(inputs, *rest)
@@ -220,7 +204,7 @@ class CompiledBackward:
 
     def _check_reductions(self, found: Counter[GradientId]) -> None:
         expected = Counter(
-            (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
+            (ordinal, gradient.index) for ordinal in self._graph.synced for gradient in self._plans[ordinal].gradients
         )
         if not found:
             raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
@@ -249,35 +233,32 @@ class CompiledBackward:
             member = self._plans[replica].buckets[number].members[written.position]
             placements.append(Placement(member.gradient.name, member.gradient.nbytes, written.is_copied))
 
-        passes = (*DEFAULT_PASSES, PlaceUpdates(shares)) if self._updates else DEFAULT_PASSES
+        passes = (*DEFAULT_PASSES, PlaceUpdates(shares)) if self._graph.updates else DEFAULT_PASSES
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         on_stage = None if dump is None else dump.stage
-        crosses = [[each.crosses for each in wanted] for wanted in self._binding.wanted]
+        crosses = [[each.crosses for each in wanted] for wanted in self._graph.binding.wanted]
         pipeline = Pipeline(passes, self._plans, results.append, held, crosses, on_stage)
         is_inductor = self._replicas[0].config.backend == "inductor"
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
         with observing(note_written):
             compiled = compile_graph(graph_module, example_inputs, pipeline, None if dump is None else dump.code)
-        # Another one if Dynamo starts again: it throws away what it compiled before.
-        self._record = self._record_of(results[-1] if results else None, tuple(placements))
-        return compiled
-
-    def _record_of(self, result: PassResult | None, placements: tuple[Placement, ...]) -> CaptureRecord:
-        """What was compiled. `None`: the code is from a cache, has no graph to count in, and is of the same plans."""
-        plans = [self._plans[ordinal] for ordinal in self._synced]
+        result = results[-1] if results else None  # code from a cache, of the same plans, has no graph to count in
+        plans = [self._plans[ordinal] for ordinal in self._graph.synced]
         planned = sum(len(bucket.key.reduction.stages) for plan in plans for bucket in plan.buckets)
-        return CaptureRecord(
-            hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
+        # Another one if Dynamo starts again: it throws away what it compiled before.
+        self._record = CaptureRecord(
+            hooks=sum(len(self._graph.used[ordinal]) for ordinal in self._graph.synced),
             reductions=sum(len(plan.gradients) for plan in plans),
-            completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
+            completed=sum(len(self._graph.unused[ordinal]) for ordinal in self._graph.synced),
             collectives=planned if result is None else result.collectives or 0,
             graphs=1,
             cached=result is None,
             refusals=() if result is None else result.refusals,
             memory=None if result is None else result.memory,
-            placements=placements,
-            updated=sum(len(each.indices) for each in self._updates),
+            placements=tuple(placements),
+            updated=sum(len(each.indices) for each in self._graph.updates),
         )
+        return compiled
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
         """Compiled code, and what its ops ask for while it runs. `shares`: `_memory_of` its inputs when it was made."""
@@ -292,7 +273,7 @@ class CompiledBackward:
             memories = [replica.state.bucket_memory for replica in self._replicas]
             now = Running(plans, memories, optimizers, [replica.state_of_hook for replica in self._replicas])
             self._hook_runs = now.hook_runs
-            with now, self._ranges or _NOTHING:
+            with now, BucketRanges(self._reducing) if autograd.profiler_is_on() else _NOTHING:
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
@@ -300,9 +281,11 @@ class CompiledBackward:
 
     def _memory_of(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """For each tensor the first of the parameters that are updated in whose memory it lies; else -1."""
-        if not self._updates:
+        if not self._graph.updates:
             return ()
-        written = [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
+        written = [
+            self._replicas[each.replica].parameters[index] for each in self._graph.updates for index in each.indices
+        ]
         numbers: dict[int, int] = {}
         for number, parameter in enumerate(written):
             numbers.setdefault(_memory_address(parameter), number)

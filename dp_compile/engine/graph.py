@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,16 +68,6 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedGraph:
-    """A captured graph, what its sites mean in one backward, and how many tensors it takes."""
-
-    graph_module: fx.GraphModule
-    sites: Sites
-    binding: Binding
-    input_count: int
-
-
-@dataclass(frozen=True, slots=True)
 class InBackward:
     """Parameters that one op of a captured backward updates."""
 
@@ -89,11 +79,16 @@ class InBackward:
 
 
 @dataclass(frozen=True, slots=True)
-class ToReduce:
-    """What is reduced: the modules in `synced`, by position, with what each of them did not use in this backward."""
+class CapturedGraph:
+    """A captured graph, and what it does in one backward, from what its sites mean there."""
 
-    synced: tuple[int, ...]
-    unused: Mapping[int, tuple[int, ...]]
+    graph_module: fx.GraphModule
+    sites: Sites
+    binding: Binding
+    input_count: int  # tensors that it takes
+    synced: tuple[int, ...]  # the modules that are reduced, by position
+    used: tuple[tuple[int, ...], ...]  # of each module the parameters that get a gradient
+    unused: tuple[tuple[int, ...], ...]  # and the others
     updates: tuple[InBackward, ...]  # what optimizers update in it
 
 
@@ -121,10 +116,25 @@ def position_of(node: object) -> int:
     return position
 
 
-def updates_of(
-    replicas: Sequence[Replica], requests_of: Sequence[Sequence[UpdateRequest]], got: Collection[GradientId | None]
+def bind(
+    graph_module: fx.GraphModule, sites: Sites, binding: Binding, input_count: int, replicas: Sequence[Replica]
+) -> CapturedGraph:
+    """A captured graph of these modules with what its sites mean in one backward."""
+    used = tuple(
+        tuple(sorted(index for of, index in filter(None, binding.hooked) if of == ordinal))
+        for ordinal in range(len(replicas))
+    )
+    everything = (range(len(replica.parameters)) for replica in replicas)
+    unused = tuple(tuple(sorted(set(each).difference(got))) for each, got in zip(everything, used, strict=True))
+    synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
+    updates = _updates_of(replicas, binding.wanted, used)
+    return CapturedGraph(graph_module, sites, binding, input_count, synced, used, unused, updates)
+
+
+def _updates_of(
+    replicas: Sequence[Replica], requests_of: Sequence[Sequence[UpdateRequest]], used: Sequence[Sequence[int]]
 ) -> tuple[InBackward, ...]:
-    """What a captured backward updates of what optimizers of each module ask for; `got`: what gets a gradient in it.
+    """What a captured backward updates of what optimizers of each module ask for; `used`: what gets a gradient in it.
 
     Each rank decides alone: an update is a function of reduced gradients, which are the same on every rank. What is
     left is updated when the backward has ended, with the same kernels.
@@ -133,13 +143,14 @@ def updates_of(
     for ordinal, replica in enumerate(replicas):
         buckets = enumerate(replica.plan.buckets)
         bucket_of = {member.gradient.index: number for number, bucket in buckets for member in bucket.members}
+        got = set(used[ordinal])
         for number, wanted in enumerate(requests_of[ordinal]):
             of_bucket: dict[int, list[int]] = {}
             for index in sorted(wanted.indices, key=bucket_of.__getitem__):
-                if wanted.parts or (ordinal, index) in got:
+                if wanted.parts or index in got:
                     of_bucket.setdefault(bucket_of[index], []).append(index)
             for bucket, indices in of_bucket.items():
-                hands_over = any((ordinal, index) not in got for index in indices)
+                hands_over = any(index not in got for index in indices)
                 found.append(InBackward(ordinal, number, bucket, tuple(indices), hands_over))
     return tuple(found)
 
@@ -147,12 +158,12 @@ def updates_of(
 # --- reductions in it -----------------------------------------------------------------------------------------------
 
 
-def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> fx.GraphModule:
+def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> fx.GraphModule:
     """A copy of the graph that also reduces. It returns its outputs, and the reduced flags and missing gradients."""
-    builder = _Builder(captured, replicas, wanted)
+    builder = _Builder(captured, replicas)
     builder.place_reductions()
     reduced = builder.complete()
-    for update in wanted.updates:
+    for update in captured.updates:
         places = [(update.replica, index) for index in update.indices]
         parameters = [] if update.hands_over else [builder.parameters[place] for place in places]
         gradients = [builder.reductions[place] for place in places]
@@ -168,8 +179,8 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted
 class _Builder:
     """The copy of a captured graph, and what was put into it so far."""
 
-    def __init__(self, captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> None:
-        self.captured, self.replicas, self.wanted = captured, replicas, wanted
+    def __init__(self, captured: CapturedGraph, replicas: Sequence[Replica]) -> None:
+        self.captured, self.replicas = captured, replicas
         self.graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
         self.outputs = self.graph.graph_copy(captured.graph_module.graph, nodes)
         self.copied = {old.name: new for old, new in nodes.items()}
@@ -178,23 +189,13 @@ class _Builder:
         self.parameters: dict[GradientId, fx.Node] = {}  # that have a hook
         self.reductions: dict[GradientId, fx.Node] = {}  # that are in the graph
 
-    def take(self) -> fx.Node:
-        """The next of the tensors that follow the engine's (`CompiledBackward._extra_inputs`).
-
-        Taken at the start: compiled code empties the list of inputs.
-        """
-        with self.graph.inserting_before(self.start):
-            taken = self.graph.call_function(operator.getitem, (self.copied["inputs"], self.position))
-        self.position += 1
-        return taken
-
     def place_reductions(self) -> None:
         """Put reductions in the place of our hooks' calls, after all hooks of a parameter.
 
         Those of the user's see the rank's own gradient, and may change it, whenever they were set, as with torch's DDP.
         """
         sites, binding = self.captured.sites, self.captured.binding
-        updated = {(each.replica, index) for each in self.wanted.updates for index in each.indices}
+        updated = {(each.replica, index) for each in self.captured.updates for index in each.indices}
         last_call = {call.parameter: call.node for call in sites.hook_calls}
         for call, place, existing in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
             if place is None:
@@ -217,9 +218,9 @@ class _Builder:
     def complete(self) -> list[fx.Node]:
         """Reduce what no hook reduces: flags and unused parameters."""
         results: list[fx.Node] = []
-        for ordinal in self.wanted.synced:
+        for ordinal in self.captured.synced:
             replica, done = self.replicas[ordinal], dict[int, fx.Node]()
-            for index in (len(replica.parameters), *self.wanted.unused[ordinal]):
+            for index in (len(replica.parameters), *self.captured.unused[ordinal]):
                 done[index] = self.graph.call_function(emit, (self.source(ordinal, index), index, ordinal))
             scattered = replica.after.scattered
             self.reductions |= {(ordinal, index): node for index, node in done.items() if index in scattered}
@@ -227,11 +228,16 @@ class _Builder:
         return results
 
     def source(self, ordinal: int, index: int) -> fx.Node:
-        """What a rank contributes for flags, whose index follows the last parameter, or for an unused parameter."""
+        """What a rank contributes for flags, whose index follows the last parameter, or for an unused parameter.
+
+        Zeros, or the next of `CompiledBackward._extra_inputs`, which follow the engine's. Those are taken at the start:
+        compiled code empties the list of inputs.
+        """
         parameters = self.replicas[ordinal].parameters
         if index == len(parameters) or (ordinal, index) in self.captured.binding.kept:
-            taken = self.take()
             with self.graph.inserting_before(self.start):
+                taken = self.graph.call_function(operator.getitem, (self.copied["inputs"], self.position))
+                self.position += 1
                 return self.graph.call_function(real_view, (taken,))
         part = local_tensor(parameters[index])
         options: dict[str, Any] = {"dtype": part.dtype.to_real(), "device": part.device}
@@ -287,11 +293,11 @@ class NotPlain(Exception):
     """A graph has something that only Dynamo can look into, or has to look at in each backward."""
 
 
-def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> None:
+def check_plain(captured: CapturedGraph, replicas: Sequence[Replica]) -> None:
     """Raises `NotPlain` unless sizes, strides, dtypes and torch's state are all that the code depends on."""
     if not dynamo.TAKES_EXISTING and (any(captured.binding.into_existing) or captured.sites.unhooked):
         raise NotPlain("gradients are added to others, which the graph does not take before torch 2.13")
-    if wanted.updates or any(replica.after.scattered for replica in replicas):
+    if captured.updates or any(replica.after.scattered for replica in replicas):
         raise NotPlain("an optimizer takes part in it")
     if any(replica.module.dtensors for replica in replicas):
         raise NotPlain("a DTensor takes part in it")

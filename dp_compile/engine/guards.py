@@ -118,7 +118,7 @@ def _looks_as_before(replica: Replica) -> bool:
 
 
 def _remember(replica: Replica) -> None:
-    root = replica.module.outline.root()
+    root = replica.module.root()
     modules = [*(() if root is None else root.modules()), *replica.owning_modules()]
     refs = tuple(map(weakref.ref, dict.fromkeys(modules)))
     _checked[replica] = refs, _look(replica, refs)
@@ -143,13 +143,12 @@ def _without_hook(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
         found = place.find()
         if found is not None and found.requires_grad and id(found) not in known:
             yield _REPLACED, place.name, found
-    outline = replica.module.outline
-    root = outline.root()
-    left_alone = {id(module) for each in outline.left_alone for module in each.modules()}
+    root = replica.module.root()
+    left_alone = {id(module) for each in replica.module.left_alone for module in each.modules()}
     for prefix, owner in () if root is None else root.named_modules():
         for attribute, parameter in () if id(owner) in left_alone else owner.named_parameters(recurse=False):
             name = fully_qualified(f"{prefix}.{attribute}" if prefix else attribute)
-            is_new = name not in outline.names and id(parameter) not in known
+            is_new = name not in replica.module.all_names and id(parameter) not in known
             if is_new and parameter.requires_grad and owners.find(parameter) is None:
                 yield _ADDED, name, parameter
 

@@ -75,7 +75,7 @@ class Deferred:
         }
         for each in pending:
             each.register()
-        if pending and (root := self._setup.replica.module.outline.root()) is not None:
+        if pending and (root := self._setup.replica.module.root()) is not None:
             put_hooks(root, self._setup.replica)
 
     def forward_runs(self, *, whole: bool) -> None:
@@ -108,7 +108,7 @@ class Deferred:
         """The module is not replicated any more: it is left as it was."""
         self.complete()
         replica = self._setup.find_replica()
-        if replica is not None and (root := replica.module.outline.root()) is not None:
+        if replica is not None and (root := replica.module.root()) is not None:
             take_hooks_off(root)
 
     def drop(self) -> None:

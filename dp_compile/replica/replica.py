@@ -17,11 +17,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd
-from dp_compile._torch.dtensors import is_dtensor, laid_out_as, local_tensor
+from dp_compile._torch.dtensors import laid_out_as, local_tensor
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
-from dp_compile.errors import UnsupportedModuleError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes
@@ -51,15 +50,6 @@ class PlanState:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
-    """A module as it was when it was replicated: the names of its parameters, and the parts that were left alone."""
-
-    root: weakref.ref[nn.Module]
-    names: frozenset[str]
-    left_alone: weakref.WeakSet[nn.Module]
-
-
-@dataclass(frozen=True, slots=True)
 class ParameterRef:
     """Where a parameter or a buffer was found, and its fully qualified name. Another one may be there since."""
 
@@ -77,16 +67,19 @@ class ParameterRef:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ModuleRefs:
-    """What belongs to a replicated module, and where it is found again. Holds no module."""
+    """What belongs to a module as it was when it was replicated, and where it is found again. Holds no module."""
 
+    root: weakref.ref[nn.Module]
+    all_names: frozenset[str]  # of its parameters, those of parts too
+    left_alone: weakref.WeakSet[nn.Module]  # parts
     frozen: tuple[tuple[str, nn.Parameter], ...]  # parameters without gradients, by name
     buffer_refs: tuple[ParameterRef, ...]
     parameter_refs: tuple[ParameterRef, ...]
-    outline: Outline
-    sparse: frozenset[int] = frozenset()  # whose gradients are sparse: in no bucket, and no backward is captured
-    dtensors: frozenset[int] = frozenset()  # each rank reduces the part of their gradients that it holds
-    is_plain: bool = True  # each gradient is reduced as it is: none is a DTensor, or complex
-    beside_shards: bool = False  # parts are managed by `fully_shard`, whose own hooks do not survive a capture
+    sparse: frozenset[int]  # whose gradients are sparse: in no bucket, and no backward is captured
+    dtensors: frozenset[int]  # each rank reduces the part of their gradients that it holds
+    renormalised: frozenset[int]  # that a forward changes itself: weights of an embedding with `max_norm`
+    is_plain: bool  # each gradient is reduced as it is: none is a DTensor, or complex
+    beside_shards: bool  # parts are managed by `fully_shard`, whose own hooks do not survive a capture
     precision: Precision | None = None
     hook_handles: tuple[RemovableHandle, ...] = ()
     topic: str = ""  # names its keys in the store: the same on every rank of the group, and for this replica only
@@ -129,7 +122,7 @@ class StepGuard:
     """Against steps on gradients that are not reduced: what a rank knows of those, and of changed parameters."""
 
     parameters: Sequence[nn.Parameter]
-    exempt: frozenset[int]  # those that a forward changes itself: weights of an embedding with `max_norm`
+    exempt: frozenset[int]  # `ModuleRefs.renormalised`
     checks: bool
     used: set[int] = field(default_factory=set)
     """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
@@ -259,15 +252,8 @@ class Replica:
     def __post_init__(self) -> None:
         self._set_plan(self.plan)
         self.planning.code_key = self._code_key()
-        dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
-        self.module.dtensors = dtensors
-        self.module.is_plain = not dtensors and not any(map(torch.is_complex, self.parameters))
-        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        found = [place for place in self.module.parameter_refs if id(place.find()) in index_of]
-        renormalised = frozenset(
-            index_of[id(place.find())] for place in found if getattr(place.owner(), "max_norm", None) is not None
-        )
-        self.state = ReplicaState(step_guard=StepGuard(self.parameters, renormalised, self.config.check_reductions))
+        guard = StepGuard(self.parameters, self.module.renormalised, self.config.check_reductions)
+        self.state = ReplicaState(step_guard=guard)
 
     def _set_plan(self, plan: BucketPlan) -> None:
         """Have a plan, which says whether the memory of its buckets is used again.
@@ -417,40 +403,27 @@ class Owners:
     """Which replica a parameter belongs to. Holds no module alive, and a replica as long as one of its modules."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}
-        self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = weakref.WeakKeyDictionary()
+        self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}  # by `id`; `_forget` takes out who is gone
+        self._all: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._kept: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
         """By each module that owns a parameter: a part of what was replicated may train on when the whole is gone."""
-        self._in_order: tuple[weakref.ref[Replica], ...] = ()
-        """Sorted once: every backward of the process goes through them."""
 
     def add(self, replica: Replica) -> None:
-        """Register a replica, if none of its parameters is replicated already."""
-        for name, parameter in zip(replica.names, replica.parameters, strict=True):
-            if self.find(parameter) is not None:
-                raise UnsupportedModuleError(
-                    f"parameter {name} is replicated already. Call replicate() once, on the outermost module."
-                )
-        for index, parameter in enumerate(replica.parameters):
-            self._of[id(parameter)] = (weakref.ref(replica), index)
-        for owner in replica.owning_modules():
-            self._kept[owner] = replica
-        # Entries go with their replica, so that a later tensor at the same address is not taken for a parameter.
-        self._forget[replica] = weakref.finalize(replica, self._drop, [id(p) for p in replica.parameters])
-        self._sort()
+        """Register a replica, none of whose parameters is replicated already."""
+        self._forget(None)
+        self._of |= {id(each): (weakref.ref(replica), index) for index, each in enumerate(replica.parameters)}
+        self._kept |= dict.fromkeys(replica.owning_modules(), replica)
+        self._all.add(replica)
 
     def remove(self, replica: Replica) -> None:
-        self._forget.pop(replica)()
+        self._forget(replica)
         for owner in replica.owning_modules():
             self._kept.pop(owner, None)
+        self._all.remove(replica)
 
-    def _drop(self, identities: Sequence[int]) -> None:
-        for identity in identities:
-            self._of.pop(identity, None)
-        self._sort()
-
-    def _sort(self) -> None:
-        self._in_order = tuple(map(weakref.ref, sorted(self._forget, key=lambda replica: replica.module.number)))
+    def _forget(self, replica: Replica | None) -> None:
+        """Drop the entries of a replica, or of those that are gone."""
+        self._of = {identity: entry for identity, entry in self._of.items() if entry[0]() is not replica}
 
     def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:
         """The replica of a parameter and its index there."""
@@ -459,10 +432,10 @@ class Owners:
         return (replica, entry[1]) if entry and replica is not None else None
 
     def __iter__(self) -> Iterator[Replica]:
-        return (replica for ref in self._in_order if (replica := ref()) is not None)
+        return iter(sorted(self._all, key=lambda replica: replica.module.number))
 
     def __len__(self) -> int:
-        return len(self._in_order)
+        return len(self._all)
 
 
 owners: Final = Owners()

@@ -22,7 +22,7 @@ from dp_compile._torch.missing import loaded
 from dp_compile._torch.optim import steps_in_backward
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replica.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.replica.replica import ModuleRefs, Outline, ParameterRef, owners
+from dp_compile.replica.replica import ModuleRefs, ParameterRef, owners
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # loading it loads all of FSDP
@@ -49,16 +49,27 @@ class Selection:
 
     def refs(self) -> ModuleRefs:
         """Where all of it is found again. Sparse gradients are those that torch's DDP looks for, too."""
-        kinds = (nn.Embedding, nn.EmbeddingBag)
-        sparse = {id(each.weight) for each in self.module.modules() if isinstance(each, kinds) and each.sparse}
+        modules, trainable = list(self.module.modules()), list(self.trainable.values())
+        embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        shortened = [each for each in modules if getattr(each, "max_norm", None) is not None]
         names = frozenset(fully_qualified(name) for name, _ in self.module.named_parameters(remove_duplicate=False))
+
+        def indices(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+            chosen = set(map(id, tensors))
+            return frozenset(index for index, each in enumerate(trainable) if id(each) in chosen)
+
         return ModuleRefs(
+            root=weakref.ref(self.module),
+            all_names=names,
+            left_alone=weakref.WeakSet(self.left_alone),
             frozen=tuple(self.frozen.items()),
             buffer_refs=self._places(self.buffers),
             parameter_refs=self._places(self.parameters),
-            outline=Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone)),
+            sparse=indices(each.weight for each in embeddings if each.sparse),
+            dtensors=indices(filter(is_dtensor, trainable)),
+            renormalised=indices(each for module in shortened for each in module.parameters(recurse=False)),
+            is_plain=not any(is_dtensor(each) or each.is_complex() for each in trainable),
             beside_shards=any(map(_is_fully_sharded, self.left_alone)),
-            sparse=frozenset(index for index, each in enumerate(self.trainable.values()) if id(each) in sparse),
         )
 
     def _places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[ParameterRef, ...]:
