@@ -211,7 +211,7 @@ def composable_apis(module: nn.Module) -> tuple[str, ...]:
 
 def is_reduced_by_torch(module: nn.Module) -> bool:
     """Whether torch's own DDP reduces the module's gradients, by its wrapper or by torch's composable `replicate`."""
-    return isinstance(module, TorchDDP) or "replicate" in composable_apis(module)
+    return is_torch_ddp(module) or "replicate" in composable_apis(module)
 
 
 def ranks_of_torch_ddp(module: Any) -> int:

@@ -25,15 +25,19 @@ HookFunction = TorchHook | FunctionalHook
 class CommHook:
     """`function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
 
-    `averaging`: what the hook does; with the key `CALLED`, only calling it shows. `memory`: what a functional hook
-    remembers. `why_called`: why backwards with it are not captured; empty if they are.
+    `averaging`: what the hook does; with the key `CALLED`, only calling it shows. `why_called`: why backwards with it
+    are not captured; empty if they are.
     """
 
     state: Any
     function: HookFunction
     averaging: Averaging
-    memory: HookState | None = None
     why_called: str = ""
+
+    @property
+    def memory(self) -> HookState | None:
+        """What a functional hook remembers."""
+        return self.state if isinstance(self.function, FunctionalHook) else None
 
     @property
     def is_called(self) -> bool:
@@ -61,7 +65,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
             )
         state.check_free()
         key, kept = register(function)  # plans know it by its key; the CommHook keeps it alive
-        return CommHook(state, kept, Averaging(hook=key, rounds=kept.rounds), state)
+        return CommHook(state, kept, Averaging(hook=key, rounds=kept.rounds))
     require(callable(function), "a comm hook", "a function of (state, bucket)", type(function))
     cast, why = _cast_of(function), ""
     if cast is None:

@@ -134,7 +134,8 @@ class HookState:
     parameter name, so it may be loaded whichever buckets there are.
     """
 
-    _is_bound = False
+    is_used = False
+    """By a module."""
 
     def __init__(self) -> None:
         self.backwards = 0
@@ -165,14 +166,14 @@ class HookState:
 
     def check_free(self) -> None:
         """An error if a module uses it."""
-        if self._is_bound:
+        if self.is_used:
             raise UnsupportedModuleError(
                 "this HookState belongs to a replicated module already. Make one for each module, and load it before "
                 "register_comm_hook()."
             )
 
-    def bind(self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        """Belong to a module from now on: begin with what was loaded, else with the hook's initial state."""
+    def prepare(self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Begin with what was loaded, else with the hook's initial state, for a module with these parameters."""
         pairs = zip(names, parameters, strict=True)
         fresh = {name: _initial_state(hook, name, each) for name, each in pairs if not each.is_complex()}
         if self._tensors:
@@ -180,10 +181,7 @@ class HookState:
             for name, state in fresh.items():
                 for key, tensor in state.items():
                     tensor.copy_(self._tensors[name][key])
-        self._tensors, self._is_bound = fresh, True
-
-    def unbind(self) -> None:
-        self._is_bound = False
+        self._tensors = fresh
 
     def of(self, name: str) -> State:
         return self._tensors.get(name, {})

@@ -154,12 +154,13 @@ class ReductionRound:
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Where that of buckets comes from. It is given back with the round, but for what became a gradient."""
     new: frozenset[int] = frozenset()  # had no gradient before: it gets the memory of the bucket, others keep their own
-    due: deque[tuple[int, int]] | None = None  # buckets and stages still to be launched; `None` before the first launch
+    due: deque[tuple[int, int]] = field(init=False)  # buckets and stages that are still to be launched
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
 
     def __post_init__(self) -> None:
         self._await_next()
+        self.due = deque(launch_order([bucket.key.reduction.stages for bucket in self.replica.plan.buckets]))
         state, keeps_memory = self.replica.state, self.replica.plan.keeps_memory
         self.memory = state.bucket_memory.in_turn(self.replica.device) if keeps_memory else None
 
@@ -175,7 +176,7 @@ class ReductionRound:
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
         # Without this gradient: the user's own hooks on it, which may change it, can come after ours.
-        is_next = not self.is_held and (self.before is None or self.before.is_launched())
+        is_next = not self.is_held and (self.before is None or not self.before.due)
         while is_next and self.awaited is not None:
             while self.awaited and self.awaited[-1] in self.arrived:
                 self.awaited.pop()
@@ -279,9 +280,6 @@ class ReductionRound:
                     parameter.grad = average.to_dense() if is_dense else average
                 self.averages[index] = average.coalesce().values()
 
-    def is_launched(self) -> bool:
-        return not (self.replica.plan.buckets if self.due is None else self.due)
-
     def _await_next(self) -> None:
         rest = self.replica.plan.buckets[len(self.flights) :]
         self.awaited = [member.gradient.index for member in reversed(rest[0].members)] if rest else None
@@ -303,8 +301,6 @@ class ReductionRound:
             reducing = reduce_by_call(called, bucket, ops, self.replica.parameters, self.replica.plan)
         self.flights.append((ops, reducing))
         self._await_next()
-        if self.due is None:
-            self.due = deque(self.order())
         # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
         # stage before those, and buckets are launched in the plan's order.
         while self._launch_stage() != (number, 0):
@@ -316,13 +312,8 @@ class ReductionRound:
                 break
             self._launch_stage()
 
-    def order(self) -> list[tuple[int, int]]:
-        """What is launched, as bucket and stage."""
-        return list(launch_order([bucket.key.reduction.stages for bucket in self.replica.plan.buckets]))
-
     def _launch_stage(self) -> tuple[int, int]:
         """Launch what is due next, and wait for the stage before it."""
-        assert self.due is not None
         number, stage = self.due.popleft()
         ops, reducing = self.flights[number]
         ops.is_silent, self.silent_launches = self.silent_launches > 0, self.silent_launches - 1
@@ -399,11 +390,10 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             continue
         local = replica.state.step_guard
         if local.reduced is None and not is_of_other_ranks(error):
-            stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]
             rest = ReductionRound(replica, absent=True, silent_launches=launched)
             rest.memory = None  # it may still be in use
             # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
-            local.reduced = launched > rest.order().index((len(stages) - 1, 0))
+            local.reduced = launched > rest.due.index((len(replica.plan.buckets) - 1, 0))
             rest.launch_rest(flags_of_failure(replica, error))  # with zeros
             for _, reducing in rest.flights:
                 finished(reducing)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import laid_out_as, local_tensor
 from dp_compile.comm_hooks.comm_hook import CommHook
-from dp_compile.comm_hooks.functional import State
+from dp_compile.comm_hooks.functional import HookState, State
 from dp_compile.config import ReplicateConfig
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import BucketPlan
@@ -290,9 +290,14 @@ class Replica:
         hook = self.planning.comm_hook
         return hook if hook is not None and hook.is_called else None
 
+    @property
+    def hook_memory(self) -> HookState | None:
+        """What a functional comm hook remembers; `None` without one."""
+        return None if self.planning.comm_hook is None else self.planning.comm_hook.memory
+
     def state_of_hook(self, index: int) -> State:
         """What a functional hook remembers of a gradient; of the flags nothing."""
-        memory = None if self.planning.comm_hook is None else self.planning.comm_hook.memory
+        memory = self.hook_memory
         return {} if memory is None or index == len(self.parameters) else memory.of(self.names[index])
 
     def has_in_flight(self) -> bool:
@@ -308,8 +313,8 @@ class Replica:
     def count_synced(self) -> None:
         """A synchronised backward has ended."""
         self.history.synced_backwards += 1
-        if self.planning.comm_hook is not None and self.planning.comm_hook.memory is not None:
-            self.planning.comm_hook.memory.backwards += 1
+        if self.hook_memory is not None:
+            self.hook_memory.backwards += 1
 
     def adopt(self, planned: PlanResult, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""

@@ -280,7 +280,7 @@ def check_consistent_in_call(who: Replica | Group, statement: Statement, call: s
 
 
 @contextlib.contextmanager
-def propagate_errors(who: Replica | Group | None, call: str) -> Iterator[None]:
+def propagate_errors(who: Replica | Group, call: str) -> Iterator[None]:
     """An error of any kind inside also reaches the ranks that wait for this one in `check_consistent_in_call`."""
     try:
         yield
@@ -289,6 +289,5 @@ def propagate_errors(who: Replica | Group | None, call: str) -> Iterator[None]:
     except Exception as error:
         text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(DesyncError, LostStoreError):
-            if who is not None:
-                check_consistent_in_call(who, {"error": text}, call)
+            check_consistent_in_call(who, {"error": text}, call)
         raise

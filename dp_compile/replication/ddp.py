@@ -17,21 +17,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from dp_compile._torch import autograd
 from dp_compile._torch.distributed import set_parameters_to_ignore
-from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replica.group import resolve_group
 from dp_compile.replica.precision import ATTRIBUTE, Precision
 from dp_compile.replication.join import ReplicaJoinable, join
-from dp_compile.replication.module import (
-    moved,
-    no_sync,
-    register_comm_hook,
-    remove_forward_hooks,
-    replica_of,
-    unwrap,
-    wrap,
-)
+from dp_compile.replication.module import ReplicatedModule, moved, remove_forward_hooks, replica_of, unwrap, wrap
 from dp_compile.replication.replicate import OPTIONS, merge_options, options_of_torch, replicate_module
 from dp_compile.replication.selection import device_of, is_waiting
 
@@ -165,13 +156,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally inside; the first backward after it reduces the sums."""
-        return no_sync(self.module)
-
-    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
-        """Let `hook(state, bucket)` reduce the buckets; as `ReplicatedModule.register_comm_hook`."""
-        register_comm_hook(self.module, state, hook)
+    no_sync, register_comm_hook = ReplicatedModule.no_sync, ReplicatedModule.register_comm_hook
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False

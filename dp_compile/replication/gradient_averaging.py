@@ -110,13 +110,10 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
         kinds += [HOOK_OF_VALUES] if hook.averaging.hook is not None else []
         check_supported(replica, tuple(kinds), added=f"comm hook {hook.name}", module=name)
         if isinstance(hook.function, FunctionalHook):
-            hook.state.bind(hook.function, replica.names, replica.parameters)
-    try:
-        check_consistent_in_call(replica, {"comm hook": hook.statement}, "register_comm_hook()")
-    except BaseException:
-        if hook.memory is not None:
-            hook.memory.unbind()
-        raise
+            hook.state.prepare(hook.function, replica.names, replica.parameters)
+    check_consistent_in_call(replica, {"comm hook": hook.statement}, "register_comm_hook()")
+    if hook.memory is not None:
+        hook.memory.is_used = True
     replica.planning.comm_hook = hook
     _replan(replica, replace(replica.group, averaging=hook.averaging))
     if hook.is_called:

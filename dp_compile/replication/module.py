@@ -94,7 +94,11 @@ class ReplicatedModule:
                 say how gradients are averaged already; or there are two levels of network, and the hook is not known.
             DesyncError: another rank registers another hook, or none.
         """
-        register_comm_hook(self, state, hook)
+        owner = state_of(self)
+        if isinstance(owner, Pending):  # as with torch's `replicate`, it is registered, and refused, when that starts
+            owner.comm_hooks.append((state, hook))
+        else:
+            gradient_averaging.register_comm_hook(owner, class_name(inner_module(self)), state, hook)
 
     def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
         """Pickles hold the plain module, of its original class, without our hooks, and load without this package. So do
@@ -395,12 +399,3 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for each, sync in before.items():
             state_of(each).state.sync = sync  # the module may have started meanwhile
-
-
-def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
-    """As `ReplicatedModule.register_comm_hook`."""
-    owner = state_of(module)
-    if isinstance(owner, Pending):  # as with torch's `replicate`, it is registered, and refused, when that starts
-        owner.comm_hooks.append((state, hook))
-    else:
-        gradient_averaging.register_comm_hook(owner, class_name(unwrap(module)), state, hook)

@@ -40,7 +40,7 @@ from dp_compile.replica.store_channel import Statement, check_consistent_in_call
 from dp_compile.replica.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
 from dp_compile.replication import selection
 from dp_compile.replication.calibration import remembered_cost
-from dp_compile.replication.gradient_averaging import make_plan
+from dp_compile.replication.gradient_averaging import make_plan, register_comm_hook
 from dp_compile.replication.module import (
     ForwardCheck,
     InputMover,
@@ -51,7 +51,6 @@ from dp_compile.replication.module import (
     original_class,
     parts_of,
     refuse_traced_backward,
-    register_comm_hook,
     remove_forward_hooks,
     replicated_class,
     set_state,
@@ -226,8 +225,8 @@ def unreplicate(module: ModuleT) -> ModuleT:
         state.module.hook_handles = ()
         for each in state.after.updates:
             each.released()
-        if state.planning.comm_hook is not None and state.planning.comm_hook.memory is not None:
-            state.planning.comm_hook.memory.unbind()
+        if state.hook_memory is not None:
+            state.hook_memory.is_used = False
         owners.remove(state)
     else:
         for submodule in inner.modules():
@@ -331,7 +330,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
         give_class(module, kind)
     logger.info("the plan: %s", describe_plan(replica))
     for state, hook in () if pending is None else pending.comm_hooks:
-        register_comm_hook(module, state, hook)
+        register_comm_hook(replica, class_name(module), state, hook)
 
 
 def _make_replica(target: selection.Selection, request: _Request) -> Replica:

@@ -165,7 +165,7 @@ def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.history.synced_backwards, replica.history.backwards.copy()
     guard = replica.state.step_guard
     used, versions = set(guard.used), dict(guard.versions)
-    memory = None if replica.planning.comm_hook is None else replica.planning.comm_hook.memory
+    memory = replica.hook_memory
     remembered = None if memory is None else memory.state_dict()
     replica.state.is_dry_run = True
     try:
