@@ -18,14 +18,12 @@ import pytest
 
 from dp_compile.bench import networks, results, runner, suites, workers
 from dp_compile.bench.contract import Trainer
-from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
+from dp_compile.bench.networks import Network, NetworkError, open_network
 from dp_compile.bench.results import Cell, ModeResult, Results, compare, environment
 from dp_compile.bench.suites import Suite
-from dp_compile.bench.workers import ranks_of
 from dp_compile.bench.workloads import workload
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
-from dp_compile.testing.ranks import RankError
 
 HERE = {"cpu": "Some CPU", "cores": "2", "accelerator": "none", "malloc": "", "torch": "2.13.0", "commit": "abc123"}
 LINK = 166.0, 80.0
@@ -287,13 +285,6 @@ def test_deferred_communication_is_in_flight_in_turns_of_its_mode(monkeypatch, s
         assert workers.steps(steps) == 3
         assert trainer.arrives <= trainer.now
         trainer.now += 50  # turns of others
-
-
-def test_a_rank_that_is_late_is_named():
-    with ranks_of(Placement("gloo", 2, {"GLOO_SOCKET_IFNAME": "lo"}), {}) as ranks:
-        assert ranks.run(workers.start, TINY, "bench_standins:hangs", "", 0)
-        with pytest.raises(RankError, match=r"rank 0: finished\nrank 1: hangs\n(.*\n)* .*in step\n"):
-            ranks.run(workers.steps, 1, timeout_s=5.0)
 
 
 def write_suite(directory, *modes):

@@ -9,7 +9,7 @@ import pytest
 
 from corpus import table
 from corpus.cases import CASES, REPORTS
-from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome, merge, run
+from corpus.judge import NOT_OFFERED, REFUSED, RIGHT, run
 from corpus.sides import SUBJECTS
 from dp_compile.testing.ranks import Ranks
 
@@ -72,25 +72,3 @@ def test_the_readme_links_to_the_page_and_has_its_figures():
     first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
     assert "(docs/corpus.md)" in first_screen
     assert table.summary(rows_of(PAGE.read_text())) in first_screen
-
-
-DDP, DP_COMPILE = SUBJECTS["ddp"], SUBJECTS["ours"]
-FINE, LATE = Outcome(RIGHT), Outcome(HANG, "Timed out waiting 20000ms")
-NAMED = Outcome(REFUSED, "ReductionError: not reduced: trunk.weight", 1.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "subject", "by_rank", "kind"),
-    [
-        ("10b", DDP, [LATE, Outcome(CRASH, "RuntimeError: a")], HANG),  # one raises while the other waits
-        ("3a", DP_COMPILE, [FINE, NAMED], CRASH),  # an error on one rank alone is no refusal
-        ("3a", DP_COMPILE, [NAMED, NAMED], REFUSED),
-        ("21b", DP_COMPILE, [NAMED, Outcome(CRASH, "MemoryError: a")], REFUSED),  # rank 1 has the fault
-        ("21b", DP_COMPILE, [FINE, Outcome(CRASH, "MemoryError: a")], WRONG),
-        ("11", DP_COMPILE, [Outcome(REFUSED, "DesyncError: rank 1", 11.0), FINE], HANG),  # ours refuses in time
-        ("11", DDP, [Outcome(REFUSED, "DesyncError: rank 1", 11.0), FINE], REFUSED),
-        ("1", DDP, [Outcome(WRONG, "0.weight.grad is 0.1 off"), Outcome(CRASH, "the process died")], CRASH),
-    ],
-)
-def test_what_ranks_saw_is_put_together(name, subject, by_rank, kind):
-    assert merge(CASES[name], subject, by_rank).kind == kind

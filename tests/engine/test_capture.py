@@ -355,6 +355,7 @@ def test_tlparse_shows_the_stages_under_our_names(tmp_path):
     assert ">> launch 0 = all_reduce(bucket 0, sum)" in shown.read_text()
 
 
+@pytest.mark.nightly
 def test_a_second_run_is_dumped_as_the_first(dumped, monkeypatch):
     """The compiler has all of it in its caches and makes it again; afterwards it uses them as before."""
     settings = torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache

@@ -167,6 +167,7 @@ def test_the_page(ranks2):
     assert files == ["model.safetensors"]
 
 
+@pytest.mark.nightly
 def test_accelerates_own(tmp_path):
     """As its authors wrote them, with our `Accelerator` under its name."""
     environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

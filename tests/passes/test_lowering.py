@@ -102,6 +102,7 @@ def convolutions(fake_group):
     return compile_both(residual, 25)
 
 
+@pytest.mark.nightly
 def test_a_transformer_block_copies_nothing(transformer):
     assert len(transformer.report.plan.buckets) == 2
     assert not transformer.copied()

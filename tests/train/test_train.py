@@ -79,7 +79,8 @@ def children(parent):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("ends", ["a rank is killed", pytest.param("Ctrl-C", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ends", ["a rank is killed", "Ctrl-C"])
 def test_an_end_of_one_is_the_end_of_all(ends, tmp_path):
     process = start("--steps", "100000", TMPDIR=str(tmp_path))
     assert any(line.startswith("compiling") for line in process.stdout)
