@@ -154,6 +154,7 @@ def missing():
     return str(raised.value)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_come_is_named(own_ranks):
     said, _ = own_ranks.run(missing)
     assert "rank(s) 1 did not reach this step" in said

@@ -297,22 +297,21 @@ def write_suite(directory, *modes):
 
 
 def test_a_real_run_from_the_command_line(tmp_path, capsys):
-    suite, out = write_suite(tmp_path, ORACLE, AVERAGED, "bench_standins:unaveraged"), str(tmp_path / "o.json")
+    suite, out = write_suite(tmp_path, ORACLE, "bench_standins:unaveraged"), str(tmp_path / "o.json")
     assert cli.main(["bench", "run", suite, "--out", out]) == 1
     printed, log = capsys.readouterr()
     assert "failed: bench_standins:unaveraged over loopback, bench_standins:tiny: the gradient of " in log
     assert log.endswith(f"written to {out}\n")
     (cell,) = results.load(Path(out)).cells
-    assert set(cell.measured()) == {ORACLE, AVERAGED}
-    for mode in cell.measured().values():
-        assert len(mode.step_s) == 3
-        assert mode.peak_nbytes > 2**20
+    assert {name: len(mode.step_s) for name, mode in cell.measured().items()} == {ORACLE: 3}
+    assert cell.measured()[ORACLE].peak_nbytes > 2**20
     assert cell.mb_per_s > 0
     assert cli.main(["bench", "report", out]) == 0
     assert capsys.readouterr().out == printed
     assert cli.main(["bench", "compare", out, out]) == 0
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_leaves_no_process(tmp_path):
     suite = write_suite(tmp_path, ORACLE, "bench_standins:hangs")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}

@@ -342,6 +342,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 def test_tlparse_shows_the_stages_under_our_names(tmp_path):
     environment = os.environ | {"TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True, capture_output=True)

@@ -225,6 +225,7 @@ def test_ranks_that_differ():
         model.set_gradient_divide_factor(3.0 + dist.get_rank())
 
 
+@pytest.mark.nightly
 def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket():
     """Under autocast a product is bfloat16 and was cast for the parameter."""
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))

@@ -18,6 +18,7 @@ from generated_code import KERNEL, LAUNCH, WAIT, Span, copies, kernel_arguments,
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.reduction import Stage, launch_order
 
+pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 # Rows in half precision, and with a wire of another dtype what was computed in the parameters': no product rounds.
 COPYING = ("embedding-bf16", "wire-bf16")

@@ -294,7 +294,8 @@ NEEDS_TRANSFORMERS = pytest.mark.skipif(
 
 
 @NEEDS_TRANSFORMERS
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("resumed", [False, True])
 @on_ranks("ranks2")
 def test_every_step_as_transformers(resumed, tmp_path):
     """Both trainers; or ours goes on from where the other one was halfway."""

@@ -125,6 +125,7 @@ class Training:
         return [each.memory.data_ptr() for each in replica_of(self.model).state.bucket_memory.kept.values()]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
 def test_the_same_memory_in_each_step():
     training = Training(bucket_cap_mb=0.002)
