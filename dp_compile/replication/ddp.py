@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: the wrapper class, for code that says `DDP(model)`."""
+"""`DistributedDataParallel`: the wrapper class, for code that calls `DDP(model)`."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
 class DistributedDataParallel(nn.Module, ReplicaJoinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
-    Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. It passes
-    `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks read, so that
-    `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them. Copies and
-    loaded pickles only evaluate, as an average of weights does: wrap their `.module` to train it.
+    Keyword names are torch's, and `state_dict` keys have the prefix `module.` as in torch. The wrapper passes
+    `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks read. So
+    `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` makes frameworks use it. Copies and
+    unpickled wrappers can only evaluate, for example averaged weights: wrap their `.module` to train it.
 
-    Arguments are torch's, and these differ:
+    Arguments that differ from torch's:
 
     Args:
-        device_ids: `None`, or one device: inputs are moved there. The module has to be there already.
+        device_ids: `None`, or one device to which inputs are moved. The module must already be on it.
         dim: only 0, the batch dimension.
-        broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward;
+        broadcast_buffers: broadcast the first rank's buffers at the start and after each synchronised backward;
             `False`: neither.
-        init_sync: only `True`: ranks compare and copy their state at the start.
-        bucket_cap_mb: as in `ReplicateConfig`; without it, `config` says where buckets end.
+        init_sync: only `True`: ranks compare their state and receive the first rank's at the start.
+        bucket_cap_mb: as in `ReplicateConfig`; without it, `config` determines the bucket boundaries.
         gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
-        forward_sync_buffers: copy buffers after each synchronised backward; at the start they are copied in any case.
+        forward_sync_buffers: broadcast buffers after each synchronised backward; always done at the start.
         ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
-        mp_policy: as in `replicate`; it acts in the wrapper's forward, not in that of `.module`.
-        config: all options in one value; an argument given here wins over its field.
+        mp_policy: as in `replicate`, but applied by the wrapper's forward, not by that of `.module`.
+        config: all options in one object; an argument given here overrides its field.
 
     Raises:
-        ConfigError: an option is not supported or has a value that is not allowed.
+        ConfigError: an option is not supported or has an invalid value.
         UnsupportedModuleError, DesyncError: as `replicate`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """With `ddp_python_hook=False`, or `DP_COMPILE_DDP_PYTHON_HOOK=0`, torch's own wrapper."""
+        """Return torch's own wrapper with `ddp_python_hook=False` or `DP_COMPILE_DDP_PYTHON_HOOK=0`."""
         try:
             given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
             options = merge_options(given.get("config"), {name: given[name] for name in OPTIONS & given.keys()})
-        except (TypeError, ConfigError):  # a copy, a pickle; or __init__ raises it, and in the other ranks too
+        except (TypeError, ConfigError):  # copying or unpickling; else __init__ raises it, also on the other ranks
             return super().__new__(cls)
         if options.uses_python_hook():
             return super().__new__(cls)
@@ -133,9 +133,9 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         self.parameters_to_ignore = set(getattr(unwrap(module), "_ddp_params_and_buffers_to_ignore", ()))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module, with tensors moved to its device if `device_ids` was given.
+        """Call the module. Input tensors are moved to its device if `device_ids` was given.
 
-        A profiler sees torch's name for it, unless the wrapper itself is compiled.
+        In a profile it has the same name as torch's DDP, unless the wrapper itself is compiled.
         """
         if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # in this order: no guard on a profiler
             return self._run(inputs, kwargs)
@@ -170,13 +170,13 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         )
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """Of a copy or a pickle."""
+        """Restore a copy or an unpickled wrapper, which reduces no gradients."""
         super().__setstate__(attributes | {"_is_copy": True})  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         for submodule in self.modules():
             remove_forward_hooks(submodule)
 
-    # --- what frameworks read of torch's wrapper
+    # --- attributes of torch's wrapper that frameworks read
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -185,7 +185,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards reduce. Can be set; looked at when a backward starts, not in its forward as in torch."""
+        """Whether backwards reduce gradients. Settable. Read when a backward starts; torch reads it in the forward."""
         return replica_of(self).state.sync
 
     @require_backward_grad_sync.setter
@@ -196,25 +196,25 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def reducer(self) -> SimpleNamespace:
-        """Takes the calls with which frameworks arm torch's C++ reducer: here every backward is looked at anyway."""
+        """A no-op stand-in for torch's C++ reducer, which frameworks prepare before a backward."""
         calls = "prepare_for_forward", "prepare_for_backward", "_rebuild_buckets", "_delay_all_reduce"
         return SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Lightning reads one entry that torch's reducer may have."""
+        """Return no data. Lightning calls this and reads one entry, which is optional in torch."""
         return {}
 
 
-# Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
+# Frameworks and torch.distributed.checkpoint check for torch's class before they strip the prefix `module.`.
 TorchDDP.register(DistributedDataParallel)
-# help() would show the arguments of `__new__`.
+# Otherwise help() shows the arguments of `__new__`.
 DistributedDataParallel.__new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined]
 
 
 def _one_device(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
-    """The device that inputs are moved to."""
+    """Return the device that inputs are moved to, or `None` if no device was given. Raises ConfigError."""
     given = [each for each in (*(device_ids or ()), output_device) if each is not None]
     devices = [device_of(each if isinstance(each, int) else torch.device(each), "device_ids") for each in given]
     if not devices:

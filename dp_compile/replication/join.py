@@ -1,15 +1,15 @@
-"""Uneven inputs: a rank that has no more batches takes part in the backwards of the others, with zeros.
+"""Uneven inputs: a rank without further batches takes part in the other ranks' reductions with zeros.
 
-Built on torch's `torch.distributed.algorithms.join`, so other joinables, torch's `ZeroRedundancyOptimizer` for one,
-can be in the same context, after the module.
+Built on `torch.distributed.algorithms.join`. So other joinables, for example torch's `ZeroRedundancyOptimizer`, can be
+in the same context, after the module.
 
     a rank with inputs                                  a rank without
       Join.notify_join_context      <- all-reduce ->      Join's loop: is any rank left?
       announce: who has inputs      <- all-reduce ->      main_hook
       plans that are due, buckets, buffers     ==         the same, with zeros
 
-The entry of the engine announces each synchronised backward before its first collective; accumulation inside
-`no_sync()` concerns this rank alone.
+`engine/backward.py` announces each synchronised backward before its first collective. Accumulation inside `no_sync()`
+is local and is not announced.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Train inside with a different number of batches on each rank, as in torch's `DistributedDataParallel.join`.
+    """Context manager to train with a different number of batches per rank, as `DistributedDataParallel.join`.
 
-    A rank that leaves the block takes part in the others' backwards with zeros until all have left; then parameters and
-    buffers of the last rank that had inputs (the highest of them) are copied to all. Each step costs two small
-    all-reduces more, for which the host waits.
+    A rank that exits the block contributes zeros to the other ranks' reductions until all have exited. Then parameters
+    and buffers are broadcast from the last rank that had inputs, the highest if several. Each step costs two more small
+    all-reduces, for which the host waits.
 
     Args:
         module: a replicated module. Each step has one synchronised backward, which reaches no other replicated module.
         divide_by_initial_world_size: `True`: gradients are divided by the size of the group. `False`: by the number
             of ranks that still have inputs. Without effect with a `gradient_divide_factor` or a comm hook.
         enable: `False`: do nothing; for inputs that are known to be even.
-        throw_on_early_termination: `True`: all ranks raise in the step in which the first one has no inputs left.
+        throw_on_early_termination: `True`: all ranks raise in the first step in which a rank has no inputs left.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
-        ConfigError: parts of the module were replicated by themselves, or a backward reaches another module.
+        ConfigError: the module has separately replicated parts, or a backward reaches another replicated module.
         RuntimeError: with `throw_on_early_termination`, on every rank.
     """
     member, replica = joinable(module), replica_of(module)
@@ -77,7 +77,7 @@ def join(
 
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
-    """A replicated module as the first member of torch's `Join`: `with Join([joinable(model), optimizer]):`."""
+    """Return a replicated module as first member of torch's `Join`: `with Join([joinable(model), optimizer]):`."""
     return ReplicaJoinable(module)
 
 
@@ -90,12 +90,12 @@ class ReplicaJoinable(Joinable):
         self.module = module
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`: what this rank does once it has no inputs. Its backwards are announced from now on.
+        """Return the hook that torch's `Join` runs on a rank without inputs. Backwards are announced from now on.
 
         See `join` for `divide_by_initial_world_size`.
 
         Raises:
-            ConfigError: parts of the module were replicated by themselves, or it cannot be combined with `join`.
+            ConfigError: the module has separately replicated parts or cannot be combined with `join`.
         """
         replica = replica_of(self.module)
         check_supported(replica, (JOIN,))
@@ -124,8 +124,9 @@ class _Membership(JoinHook):
     active: tuple[int, ...] = ()  # the ranks of the group that had inputs in the latest backward
 
     def announce(self, replicas: Sequence[Replica]) -> None:
-        """Announce to ranks without inputs that this rank is about to reduce these modules: this one alone. torch's
-        `Join` meets ranks without inputs for its first member only, which would wait for another collective."""
+        """Notify ranks without inputs that this rank is about to reduce `replicas`, which may hold only this replica.
+
+        torch's `Join` notifies for its first member only; ranks without inputs would wait for any other collective."""
         context = distributed.join_config(self.member)
         if not context.enable:
             return
@@ -149,8 +150,9 @@ class _Membership(JoinHook):
         self.active = tuple(present.nonzero().flatten().tolist())
 
     def rescale(self) -> None:
-        """From the average over the group to the average over the ranks with inputs, if that is wanted. Not if a factor
-        is given, or a comm hook, which in torch divides by itself."""
+        """Rescale gradients to the average over the ranks with inputs if `divide_by_initial_world_size` is `False`.
+
+        Does nothing with a given divide factor, or with a comm hook, which divides by itself in torch."""
         world_size = self.replica.group.world_size
         if self.replica.group.averaging.divide_by is not None or self.replica.planning.comm_hook is not None:
             return
@@ -163,13 +165,13 @@ class _Membership(JoinHook):
 
     @property
     def source(self) -> int:
-        """The rank whose buffers count: the highest with inputs, as in torch's DDP inside `join()`."""
+        """The rank that buffers are broadcast from: the highest with inputs, as in torch's DDP inside `join()`."""
         return max(self.active, default=0)
 
     # --- torch's `Join` calls these on a rank without inputs
 
     def main_hook(self) -> None:
-        """Take part in one backward of the ranks with inputs: the same plan, the same collectives, with zeros."""
+        """Join one backward of the ranks with inputs: same plan and collectives, with zeros as gradients."""
         self._find_active(has_inputs=False)
         replica = self.replica
         with Watched([replica]) as watched:
@@ -181,9 +183,9 @@ class _Membership(JoinHook):
             complete_backward(replica, {name: this.averages[index] for index, name in enumerate(replica.names)})
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the state of the last rank that had inputs."""
+        """Broadcast parameters and buffers from the last rank that had inputs."""
         replica = self.replica
-        replica.wait_for_updates()  # left before ranks ran out of inputs; one that had none has read nothing since
+        replica.wait_for_updates()  # of the last step with inputs: no forward on this rank has waited for them since
         process_group = replica.group.process_group
         own = dist.get_rank(process_group) if is_last_joiner else -1
         source = torch.tensor([own], device=replica.device)

@@ -1,7 +1,7 @@
-"""The class of a module while it is replicated, its forward pre-hooks, and how its state is found.
+"""The class of a replicated module, its forward pre-hooks, and the lookup of its state.
 
-As with torch's `fully_shard` and `replicate`, a replicated `Net` becomes a `DDPNet`: a class made on the fly from `Net`
-and `ReplicatedModule`. Nothing else about the module changes.
+As with torch's `fully_shard` and `replicate`, a replicated `Net` becomes a `DDPNet`: a dynamically created subclass of
+`Net` and `ReplicatedModule`. Nothing else about the module changes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dp_compile.replication import gradient_averaging
 
 
 class ReplicatedModule:
-    """The methods of a replicated module. Comes after the module's own class, whose attributes win."""
+    """The methods of a replicated module. Follows the module's own class in the MRO, so that its attributes win."""
 
     _dp_compile_original: ClassVar[type[nn.Module]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module: containers make their slices with `type(self)(...)`, and a slice is not replicated."""
+        """Return a plain module: containers build slices with `type(self)(...)`, and a slice is not replicated."""
         return cls._dp_compile_original(*args, **kwargs)
 
     def set_requires_gradient_sync(self: Any, requires_gradient_sync: bool) -> None:
-        """Whether backwards reduce gradients from now on; without, they accumulate locally, as in `no_sync()`.
+        """Set whether backwards reduce gradients from now on. Otherwise they accumulate locally, as in `no_sync()`.
 
-        As FSDP2's, it reaches the parts that were replicated before.
+        As in FSDP2, it also applies to separately replicated parts.
 
         Raises:
-            ConfigError: neither `True` nor `False` was given.
+            ConfigError: the value is neither `True` nor `False`.
         """
         is_switch = isinstance(requires_gradient_sync, bool)
         require(is_switch, "requires_gradient_sync", "True or False", requires_gradient_sync)
@@ -52,57 +52,58 @@ class ReplicatedModule:
             state_of(each).state.sync = requires_gradient_sync
 
     def no_sync(self: Any) -> AbstractContextManager[None]:
-        """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
+        """Accumulate gradients locally inside the context; the first backward after it reduces the sums, as in DDP."""
         return no_sync(self)
 
     def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        """Divide the sum of the gradients by `factor` from now on, not by the number of ranks; as FSDP2.
+        """Divide the sum of the gradients by `factor` from now on, instead of by the number of ranks; as FSDP2.
 
-        Of the module's own parameters: parts that were replicated before keep their factor. Every rank calls it, with
-        the same factor, between the same two backwards. The first factor is a constant of compiled code, which products
-        take in at no cost: the next backward is compiled again. From the second one on factors are inputs: that
-        compiles once more and then never again, and gradients are multiplied on their way into their buckets.
+        Separately replicated parts keep their factor. Every rank must call it with the same factor, between the same
+        two backwards. The first factor is a constant in compiled code, fused into the kernels that produce gradients:
+        the next backward recompiles. From the second factor on it is a graph input: the next backward recompiles once
+        more, later ones never. Gradients are then scaled when they are copied into their buckets.
 
         Args:
             factor: a finite number above zero.
 
         Raises:
             UnsupportedModuleError: the module is not replicated, has not started yet, or has a comm hook.
-            ConfigError: not such a number.
-            DesyncError: another rank gives another factor, or none.
+            ConfigError: `factor` is not a finite number above zero.
+            DesyncError: another rank passes a different factor, or does not call it.
         """
         gradient_averaging.set_gradient_divide_factor(replica_of(self), class_name(self), factor)
 
     def register_comm_hook(self: Any, state: Any, hook: HookFunction) -> None:
         """Reduce the gradients with a communication hook of torch's DDP.
 
-        Any such hook works. torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
-        wrappers around the first are known: backwards are captured as before. Any other, as `powerSGD_hook` and
-        `post_localSGD_hook`, is called with each bucket once that is full, with an object that has the methods of
-        `GradBucket`; the compiled forward is used as before, but no backward is captured. A `FunctionalHook` runs in
-        the captured graph, and in eager backwards. Every rank registers the same hook: they compare them here. Parts
-        that were replicated before keep their own hooks.
+        Any such hook works. Backwards are still captured with torch's `allreduce_hook`, `fp16_compress_hook`,
+        `bf16_compress_hook` and the two wrappers around the first. Any other hook, such as `powerSGD_hook` and
+        `post_localSGD_hook`, is called with each full bucket, as an object that has the methods of `GradBucket`. Then
+        the compiled forward is still used, but no backward is captured. A `FunctionalHook` runs in captured graphs and
+        in eager backwards. Every rank must register the same hook; the ranks compare their hooks here. Separately
+        replicated parts keep their own hooks.
 
         Args:
-            state: handed to the hook as its first argument; of a functional hook a `HookState`.
+            state: passed to the hook as its first argument; a `HookState` for a functional hook.
             hook: `hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`, as in
                 `torch.distributed.algorithms.ddp_comm_hooks`; or a `FunctionalHook`.
 
         Raises:
             UnsupportedModuleError: the module is not replicated, has a hook already, or has run a backward already.
-            ConfigError: the hook is not a function of (state, bucket) or not offered for the group's backend; options
-                say how gradients are averaged already; or there are two levels of network, and the hook is not known.
-            DesyncError: another rank registers another hook, or none.
+            ConfigError: the hook is not a function of (state, bucket) or does not support the group's backend; options
+                already set how gradients are averaged; or the mesh has two levels and the hook cannot be captured.
+            DesyncError: another rank registers a different hook, or none.
         """
         owner = state_of(self)
-        if isinstance(owner, Pending):  # as with torch's `replicate`, it is registered, and refused, when that starts
+        if isinstance(owner, Pending):  # registered, and validated, when replication starts, as torch's `replicate`
             owner.comm_hooks.append((state, hook))
         else:
             gradient_averaging.register_comm_hook(owner, class_name(inner_module(self)), state, hook)
 
     def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
-        """Pickles hold the plain module, of its original class, without our hooks, and load without this package. So do
-        copies of `copy.deepcopy`, as `torch.optim.swa_utils.AveragedModel` makes them: theirs are not reduced."""
+        """Pickle the plain module: its original class, without our hooks. It can be loaded without this package.
+
+        `copy.deepcopy`, as in `torch.optim.swa_utils.AveragedModel`, gives a plain module, too: without reductions."""
         original: Any = original_class(self)
         reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
@@ -112,7 +113,7 @@ class ReplicatedModule:
             rest[0] = _without_our_hooks(rest[0])
         args = tuple(original if value is type(self) else value for value in args)
         if getattr(rebuild, "__name__", "") == "__newobj__":
-            # The pickler lets that function make nothing but the class that the object has at present.
+            # The pickler rejects `__newobj__` with any class other than the object's current one.
             rebuild = original.__new__
         return (rebuild, args, *rest)
 
@@ -121,10 +122,10 @@ _classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValue
 
 
 def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
-    """`DDP<Name>` for a module of class `<Name>`, which it keeps here; the same one for all, to share compiled code.
+    """Return the class `DDP<Name>` for a module of class `<Name>`, cached to share compiled code. Does not assign it.
 
-    `waiting`: it starts with its first forward. Another class until then: what was compiled is not used afterwards.
-    `casts`: its forward computes in another dtype (`replica/precision.py`), also where `forward` itself is called.
+    `waiting`: replication starts in the first forward. A separate class until then, so that code compiled before is not
+    used after. `casts`: `forward` casts to another dtype (`replica/precision.py`), also when it is called directly.
     """
     kind = original_class(module)
     named_as_ours = tuple(
@@ -159,12 +160,12 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
 
 
 def _own_attribute(where: str, name: str) -> property:
-    """A child, parameter or buffer with the name of a method of ours: `nn.Module.__getattr__` would come too late."""
+    """Return a property for a child, parameter or buffer named like one of our methods, which would hide it."""
     return property(lambda module: getattr(module, where)[name])
 
 
 def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """`fx.GraphModule` writes its code, and a call that looks for its superclass, to the class that it has now."""
+    """Recompile a `fx.GraphModule` as its original class: it writes `forward` and `__call__` to its current class."""
     now = type(module)
     give_class(module, original_class(module))
     try:
@@ -174,10 +175,10 @@ def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _deepcopy(module: Any, memo: dict[int, Any]) -> Any:
-    """A copy by the class's own `__deepcopy__`, which may use class and attributes: those of a plain one."""
+    """Copy a plain module with the class's own `__deepcopy__`, which may read the class and its attributes."""
     plain = original_class(module).__new__(original_class(module))
     plain.__dict__ = _without_our_hooks(module.__dict__)
-    plain.__dict__.pop("_compiled_call_impl", None)  # what `compile()` set calls this module
+    plain.__dict__.pop("_compiled_call_impl", None)  # set by `compile()`; it calls the original module
     return copy.deepcopy(plain, memo)
 
 
@@ -190,23 +191,23 @@ def _without_our_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _casting_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
+    # Do not copy attributes: torch.compile marks what it decorates, and Dynamo would treat this function as marked.
     @functools.wraps(kind.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         precision: Precision | None = self.__dict__.get(ATTRIBUTE)
         if precision is None:
-            return kind.forward(self, *args, **kwargs)  # not kept here: recompile() of a GraphModule sets another
+            return kind.forward(self, *args, **kwargs)  # looked up each time: GraphModule.recompile() replaces it
         return precision.run(self, functools.partial(kind.forward, self), args, kwargs)
 
     return forward
 
 
 def give_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    object.__setattr__(module, "__class__", kind)  # the module may have a __setattr__ that stores it elsewhere
+    object.__setattr__(module, "__class__", kind)  # bypasses a __setattr__ of the module
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the module's author gave it."""
+    """Return the class of the module before replication."""
     return module._dp_compile_original if isinstance(module, ReplicatedModule) else type(module)
 
 
@@ -214,7 +215,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 class Installed:
-    """A forward pre-hook of ours. Copies and pickles of the module have one of this class, which does nothing."""
+    """Base class of our forward pre-hooks. In copies and pickles an instance of this class, a no-op, replaces them."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return (Installed, ())
@@ -223,7 +224,7 @@ class Installed:
 
 
 class ForwardCheck(Installed):
-    """Refuses what would drop the gradients' hooks or reduce twice."""
+    """Raises on configurations that would drop the parameters' hooks or reduce gradients twice."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -238,7 +239,7 @@ class ForwardCheck(Installed):
 
 @compiler.untraced("torch's DistributedDataParallel is around a module that dp_compile replicates")
 def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: Sequence[nn.Parameter]) -> None:
-    """Refuse torch's DDP around a replicated module. Its constructor calls nothing of ours, but its forward does."""
+    """Raise if torch's DDP wraps a replicated module. Its constructor calls nothing of ours, but its forward does."""
     ours = {id(parameter) for parameter in replica.parameters}
     if any(id(parameter) in ours for parameter in around):
         raise UnsupportedModuleError(
@@ -248,7 +249,7 @@ def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: Sequence[nn.P
 
 
 def refuse_traced_backward() -> None:
-    """Refuse a mode of Dynamo in which no gradient would be reduced."""
+    """Raise in a mode of Dynamo in which no gradient would be reduced."""
     if compiler.trace_autograd_ops():
         raise ConfigError(
             "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
@@ -267,14 +268,14 @@ class InputMover(Installed):
 
 
 def moved(values: Any, device: torch.device) -> Any:
-    """The same with the tensors among them on a device."""
+    """Return the same pytree with its tensors on a device."""
     return autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
 
 
 class Pending(Installed):
-    """A module that was given to `replicate` before its parameters had values: it starts with its first forward.
+    """State of a module whose parameters had no values in `replicate`: its first forward starts the replication.
 
-    Installed on the module and on each submodule that owns parameters: a part that ran before the start would get
+    Installed on the module and on each submodule that owns parameters. Otherwise a submodule called alone would get
     gradients that no rank reduces.
     """
 
@@ -282,17 +283,17 @@ class Pending(Installed):
         self._root, self._start = weakref.ref(root), start
         self.state = Switches()
         self.comm_hooks: list[tuple[Any, HookFunction]] = []
-        """What `register_comm_hook` was given: registered after the start."""
+        """Arguments of `register_comm_hook`; registered after the start."""
 
     @compiler.untraced("a module starts to be replicated with its first forward; run one before compiling fullgraph")
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         root = self._root()
-        if root is not None and find_state(root) is self:  # not of a module that was taken out before the start
+        if root is not None and find_state(root) is self:  # false after unreplicate()
             self._start(root, self)
 
 
 def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> None:
-    """Take off this package's forward pre-hooks of a module, or only one of them."""
+    """Remove this package's forward pre-hooks from a module, or only the given one."""
     for key, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, Installed) and only in (None, hook):
             del module._forward_pre_hooks[key]
@@ -306,7 +307,7 @@ _wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weak
 
 
 def set_state(module: nn.Module, state: Replica | Pending | None) -> None:
-    """Let the functions below find the state of a module, without holding it alive."""
+    """Register the state of a module for the functions below, by weak reference; `None` removes it."""
     if state is None:
         _state_of.pop(module, None)
     else:
@@ -314,32 +315,32 @@ def set_state(module: nn.Module, state: Replica | Pending | None) -> None:
 
 
 def wrap(outer: nn.Module, inner: nn.Module) -> None:
-    """Let `report`, `no_sync` and `unreplicate` find the state of `inner` through a module that wraps it."""
+    """Register `outer` as wrapper: `report`, `no_sync` and `unreplicate` of it use the state of `inner`."""
     _wrapped_by[outer] = weakref.ref(inner)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside what `torch.compile(module)` returned, or the module itself."""
+    """Return the module inside a `torch.compile` result, or `module` itself."""
     while compiler.is_compiled(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """The module that is replicated, inside what `torch.compile` returned and inside the wrapper."""
+    """Return the replicated module inside a `torch.compile` result and inside the wrapper class."""
     inner = unwrap(module)
     wrapped = _wrapped_by.get(inner) if isinstance(inner, nn.Module) else None
     return (wrapped() if wrapped else None) or inner
 
 
 def find_state(module: nn.Module) -> Replica | Pending | None:
-    """The state of a replicated module, of one that will be with its first forward; `None` of others."""
+    """Return the state of a replicated module, or of one that waits for its first forward; `None` for others."""
     found = _state_of.get(inner_module(module))
     return found() if found else None
 
 
 def state_of(module: nn.Module) -> Replica | Pending:
-    """As `find_state`; a UnsupportedModuleError if there is none."""
+    """Return the state as `find_state`. Raises an UnsupportedModuleError if there is none."""
     state = find_state(module)
     if state is None and distributed.is_reduced_by_torch(unwrap(module)):
         raise UnsupportedModuleError(
@@ -355,7 +356,7 @@ def state_of(module: nn.Module) -> Replica | Pending:
 
 
 def replica_of(module: nn.Module) -> Replica:
-    """The replica of a module; a UnsupportedModuleError if it is not replicated, or waits for its first forward."""
+    """Return the replica. Raises an UnsupportedModuleError for a module not replicated, or not before its forward."""
     state = state_of(module)
     if isinstance(state, Pending):
         raise UnsupportedModuleError(
@@ -366,22 +367,22 @@ def replica_of(module: nn.Module) -> Replica:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether the module is replicated, or will be with its first forward."""
+    """Return whether the module is replicated, or will be in its first forward."""
     return find_state(module) is not None
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """The submodules on which `replicate` was called, and wrappers of such, the outermost first."""
+    """Return the separately replicated submodules and wrappers of such submodules, outermost first."""
     if len(_state_of) <= is_replicated(module):
-        return []  # the only one: no walk in each micro step
+        return []  # nothing else is replicated: saves a traversal in each micro step
     return [each for each in module.modules() if each is not module and is_replicated(each)]
 
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does.
+    """Accumulate gradients locally inside the context; the first backward after it reduces the sums, as torch's DDP.
 
-    It reaches the parts that were replicated before, too; and torch's DDP, where that reduces the gradients.
+    Also applies to separately replicated parts, and to torch's DDP if that reduces the gradients.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
@@ -398,4 +399,4 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for each, sync in before.items():
-            state_of(each).state.sync = sync  # the module may have started meanwhile
+            state_of(each).state.sync = sync  # looked up again: a pending module may have started

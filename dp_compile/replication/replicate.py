@@ -1,4 +1,4 @@
-"""`replicate()`: parameters are selected, agreed on by all ranks, and marked with a hook. In place."""
+"""`replicate()`: select parameters, check that all ranks selected the same, and install their hooks. In place."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 CALL: Final = "replicate()"
 OPTIONS: Final = frozenset(each.name for each in dataclasses.fields(ReplicateConfig))
-"""Those that arguments of `replicate` and of the wrapper class give have the same names there."""
+"""The names of all options. Arguments of `replicate` and of the wrapper class that set an option bear its name."""
 
 
 def replicate(
@@ -88,48 +88,48 @@ def replicate(
 ) -> ModuleT:
     """Average the gradients of `module` over a process group in every backward. Returns the same object.
 
-    Call it with or without `torch.compile`, before or after; the training loop stays as it is. Parameters and buffers
-    of the group's first rank are copied to all ranks, after the ranks have compared what they replicate. A module
-    whose parameters have no values yet (on the meta device, or lazy) starts with its first forward instead, by when
-    they have to have some; all that can be checked before is checked now.
+    Call it before or after `torch.compile`, or without it; the training loop does not change. The ranks compare their
+    modules and options. Then parameters and buffers of the group's first rank are broadcast to all ranks. A module with
+    meta-device or lazy parameters is checked now as far as possible and replicated in its first forward. All parameters
+    must have values by then.
 
     State dict keys, parameters and pickles do not change. The module's class `Net` becomes `DDPNet`, a subclass with
-    the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are left to it.
+    the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are not replicated.
 
-    Parts of a model with other options, as with `fully_shard`: call `replicate` on a part first, with its options, then
-    on the module around it, which leaves out the part's parameters and buffers. Each keeps its policy, hook, factor and
-    plan; a backward through several is one graph if their backends are equal. `no_sync`,
-    `set_requires_gradient_sync` and `warmup` of the whole reach its parts; `report`, `unreplicate`,
-    `register_comm_hook`, `set_gradient_divide_factor` and `in_backward` are each module's own.
+    To give a submodule other options, call `replicate` on it first, then on the module that contains it, as with
+    `fully_shard`. The outer call skips that part's parameters and buffers. Each part keeps its policy, hook, factor and
+    plan. A backward through several parts is one graph if their backends are equal. `no_sync`,
+    `set_requires_gradient_sync` and `warmup` called on the outer module also apply to its parts. `report`,
+    `unreplicate`, `register_comm_hook`, `set_gradient_divide_factor` and `in_backward` apply to one module only.
 
     Args:
-        module: what to replicate; a module that `torch.compile` returned is fine too.
-        ddp_python_hook: `True`: hooks that are captured with the backward (the point of this package). `False`: torch's
-            own composable `replicate` gets the module, with the options that it has, and nothing of this package acts
-            on it. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then `True`.
-        process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
-        device_mesh: in place of `process_group`: a mesh with one dimension, also a slice of a larger one; or with two,
-            between nodes and inside a node. Gradients are then reduce-scattered inside nodes, all-reduced between them
-            and gathered inside: the slow link carries less. A dimension of size one counts as none.
-        device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
-            has to be there already. A CPU is allowed and moves nothing, as in torch.
-        ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
-        bucket_cap_mb: MiB at which a bucket is closed; without it the planner says where buckets end.
-        find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
-        broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward.
+        module: the module to replicate, or what `torch.compile` returned for it.
+        ddp_python_hook: `True`: install Python hooks that are captured with the backward. `False`: pass the module to
+            torch's own composable `replicate`, with the options it supports; this package then does nothing. `None`:
+            use `config`, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then `True`.
+        process_group: the ranks to average over; the default group if neither this nor `device_mesh` is given.
+        device_mesh: alternative to `process_group`. Either one dimension, possibly sliced from a larger mesh, or two:
+            between nodes, then inside a node. With two, gradients are reduce-scattered inside nodes, all-reduced
+            between them and all-gathered inside: the slow link carries less. A dimension of size one is ignored.
+        device_id: a GPU index or a device. Tensors among the inputs of `module` are moved to it. The module must
+            already be on it. A CPU is allowed and moves nothing, as in torch.
+        ignored_modules: submodules to skip, with the parameters and buffers of all their descendants.
+        bucket_cap_mb: bucket size in MiB; without it the planner chooses the bucket boundaries.
+        find_unused_parameters: whether a parameter may have no gradient; see `ReplicateConfig`.
+        broadcast_buffers: broadcast the first rank's buffers at the start and after each synchronised backward.
         check_reductions: check after each backward that every gradient was reduced exactly once.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
-        gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`.
+        gradient_as_bucket_view: whether bucket memory is kept between backwards; see `ReplicateConfig`.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, as for `fully_shard` of the installed torch.
-        bucket_policy: asks for buckets that end where modules end: a set of module classes, or a policy of
+        bucket_policy: put bucket boundaries at module boundaries: a set of module classes, or a policy of
             `torch.distributed.fsdp.wrap`.
-        config: all options in one value; an argument given here wins over its field.
+        config: all options in one object; an argument given here overrides its field.
 
     Raises:
-        ConfigError: an option has a value that is not allowed, or no process group is initialised.
-        UnsupportedModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse
-            gradients with what they cannot be combined with, a buffer that cannot be copied, a class that cannot be
-            swapped, already managed by this package, torch's DDP or FSDP.
+        ConfigError: an option has an invalid value, or no process group is initialised.
+        UnsupportedModuleError: the module has no trainable parameter, parameters on several devices, sparse gradients
+            with an incompatible option, a buffer that cannot be copied or a class that cannot be swapped. Or this
+            package, torch's DDP or FSDP already manages it.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     arguments = dict(locals())
@@ -140,7 +140,7 @@ def replicate(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the user asked for, checked as far as that needs no parameters."""
+    """The arguments of `replicate`, validated as far as possible without the parameters."""
 
     group: Group
     config: ReplicateConfig
@@ -164,14 +164,14 @@ def replicate_module(
     needs_values: bool = True,
     keeps_class: bool = False,
 ) -> ModuleT:
-    """As `replicate`.
+    """Implementation of `replicate`.
 
     Args:
-        given: options that win over those of `config`, `None` if they were not given.
-        needs_values: parameters on the meta device wait for their values. `False`: they stay there, or are fake
-            tensors, and backwards compute nothing. To look at them on the fake process group, with
-            `check_reductions=False`: flags cannot be read there.
-        keeps_class: the module's class stays; a wrapper has the methods, whose `.module` keeps its class, as in torch.
+        given: options that override those of `config`; `None` means not given.
+        needs_values: `True`: replication of meta-device parameters waits until they have values. `False`: parameters
+            may stay on the meta device or be fake tensors, to inspect backwards that compute nothing. That needs the
+            fake process group and `check_reductions=False`, as flags cannot be read there.
+        keeps_class: do not change the module's class, because a wrapper has the methods; as torch's DDP.
     """
     group, inner = resolve_group(process_group, device_mesh), unwrap(module)
     with propagate_errors(group, CALL):
@@ -211,9 +211,9 @@ def replicate_module(
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
-    """Undo one call of `replicate`: take off everything it installed. Parameters keep their values.
+    """Undo one call of `replicate`: remove everything it installed. Parameters keep their values.
 
-    Parts that were replicated before stay replicated: call it on each.
+    Separately replicated parts stay replicated: call it on each of them.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
@@ -242,7 +242,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
 
 
 def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
-    """The options of `config` and those given by name, which win; `None` is not given."""
+    """Return `config` with the options in `given` overriding its fields; `None` means not given."""
     require(isinstance(config, ReplicateConfig | None), "config", "a ReplicateConfig", type(config))
     options = dataclasses.replace(
         config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
@@ -260,10 +260,10 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
 def options_of_torch(
     options: ReplicateConfig, group: Group, bucket_policy: selection.BucketPolicy | None = None
 ) -> dict[str, Any]:
-    """What torch's DDP is given where `ddp_python_hook` is `False` on every rank, by its names.
+    """Return the keyword arguments for torch's DDP, for `ddp_python_hook=False` on every rank.
 
-    The other options are about plans and captured backwards, of which there are none then. Refused are options that
-    change numbers, or what is checked, and that torch's DDP does not have.
+    Options that only concern plans and captured backwards are dropped. Raises a ConfigError for options that change
+    numerics or checks and that torch's DDP does not have.
     """
     refused = {
         "mp_policy": options.mp_policy is not None,
@@ -286,7 +286,7 @@ def options_of_torch(
         "find_unused_parameters": options.may_be_unused and not options.static_graph,
         "static_graph": options.static_graph,
         "gradient_as_bucket_view": bool(options.gradient_as_bucket_view),
-        # Given, it warns on torch 2.13, where `forward_sync_buffers` takes its place.
+        # Passed only if it is False: torch 2.13 warns about it, as `forward_sync_buffers` replaces it there.
         "broadcast_buffers": None if options.broadcast_buffers else False,
     }
     return {name: value for name, value in theirs.items() if value is not None}
@@ -308,7 +308,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
         replica = _make_replica(target, request)
         replica.module.precision = precision
         statement = _statement(target, replica)
-    # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
+    # Outside propagate_errors(), which reports an error of this rank alone: this compares the statements of all ranks.
     replica.module.topic = check_consistent_in_call(request.group, statement, CALL)
     if replica.planning.awaits_graph and config.cost is None and replica.group.has_others and link_source() != NOMINAL:
         replica.group = dataclasses.replace(replica.group, measured=remembered_cost(replica))
@@ -321,7 +321,7 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     owners.add(replica)
     install_hooks(replica)
     set_state(module, replica)
-    # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
+    # Not module.register_...: a ScriptModule rejects hooks that were not scripted with it there, but runs this one.
     nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
     install_entry()
     MONITOR.watch(replica)
@@ -351,7 +351,7 @@ def _make_replica(target: selection.Selection, request: _Request) -> Replica:
 
 
 def _statement(target: selection.Selection, replica: Replica) -> Statement:
-    """What ranks compare, as plain data."""
+    """Return what must be equal on all ranks, as plain data."""
 
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [
@@ -375,11 +375,11 @@ def _statement(target: selection.Selection, replica: Replica) -> Statement:
     }
 
 
-# --- parameters that have no values yet -------------------------------------------------------------------------
+# --- lazy and meta-device parameters ----------------------------------------------------------------------------
 
 
 def _wait_for_forward(module: nn.Module, request: _Request) -> None:
-    """Start with the first forward, when every parameter has a value."""
+    """Replicate the module in its first forward, when every parameter has a value."""
 
     def start(root: nn.Module, pending: Pending) -> None:
         _start(root, request, pending)

@@ -1,9 +1,9 @@
-"""Compile everything that training will need before it starts, without side effects on model, optimizer or RNG state.
+"""Compile all code that training needs before it starts, without side effects on model, optimizer or RNG state.
 
     for each batch: { reduced, inside no_sync() } x { gradients None, kept from a reduction, kept from no_sync() }
 
-Shapes are compiled as they come: torch makes a size dynamic when it sees a second value of it. So pass batches of two
-different lengths if lengths vary, and the last, smaller batch if the loader keeps it.
+torch makes a size dynamic when it sees a second value of it. So pass batches of two different lengths if lengths vary,
+and the last, smaller batch unless the loader drops it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger("dp_compile.warmup")
 
 BatchT = TypeVar("BatchT")
 MOST_ROUNDS: Final = 8
-"""Each dynamic size that torch finds takes up to two rounds."""
+"""Limit of rounds over all batches. Each size that torch makes dynamic needs up to two."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupRecord:
-    """What a warm-up compiled on this rank.
+    """Counts of what a warm-up compiled on this rank, in `backwards` backwards.
 
-    `captures` are graphs of compiled autograd, `graphs` what Dynamo handed to a compiler, forward and backward, in
-    `backwards` backwards. `settled`: the last round over all batches compiled nothing.
+    `captures` counts compiled-autograd graphs; `graphs` counts the graphs, forward and backward, that Dynamo passed to
+    a compiler. `settled`: the last round over all batches compiled nothing.
     """
 
     backwards: int
@@ -55,38 +55,38 @@ def warmup(
     accumulation: bool = True,
     gradients_kept: bool = True,
 ) -> WarmupRecord:
-    """Compile forward and backward for these batches before training. Every rank has to call it.
+    """Compile forward and backward for these batches before training. Every rank must call it.
 
-    Runs `loss(batch).backward()` for each batch in each variant, collectives included, and all again until nothing is
-    compiled on any rank. Parameters, gradients, buffers and torch's random numbers are afterwards what they were, and
-    the optimizer is not involved. No backward counts as a step. The plan is settled as in a first backward. Returns
-    when all ranks are done. The logger `dp_compile.warmup` has a line at INFO for each backward that compiled
-    something.
+    Runs `loss(batch).backward()`, collectives included, for each batch in each variant, and repeats that until no rank
+    compiles anything. Afterwards parameters, gradients, buffers and torch's RNG state are restored. The optimizer is
+    not involved, and no backward counts as a step. The plan is finalized as in a first backward. Returns when all ranks
+    are done. The logger `dp_compile.warmup` writes a line at INFO for each backward that compiled something.
 
     Args:
-        module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are warmed up, too.
+        module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are included.
         batches: an example of each shape, the same number on every rank. Two values of a size make it dynamic.
         loss: computes the loss of a batch exactly as the training loop does, autocast included:
-            `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled again.
-        accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
+            `lambda batch: loss_fn(compiled(batch.x), batch.y)`. A different loss has a different backward, which then
+            compiles during training.
+        accumulation: also compile backwards inside `no_sync()`, and those that accumulate into their gradients.
         gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
 
-    Does nothing where torch's own DDP reduces the gradients (`ddp_python_hook=False`).
+    Does nothing if torch's own DDP reduces the gradients (`ddp_python_hook=False`).
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
         ConfigError: no batch was given, or `loss` changed a parameter.
-        DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
+        DesyncError: ranks call it with different arguments, or a rank is missing after the time-out; the text names it.
     """
     if distributed.is_reduced_by_torch(unwrap(module)) and not is_replicated(module):
         return WarmupRecord(0, 0, 0, settled=True)
     replica, examples = replica_of(module), list(batches)
     replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(inner_module(module)))]))
     for each in replicas:
-        each.wait_for_updates()  # what ends during the warm-up is taken back with the counters
+        each.wait_for_updates()  # now: the warm-up restores the counters to their values from here on
     require(bool(examples), "batches", "at least one batch", examples)
-    # Whether each backward reduces, and whether it adds to the gradients of the one before. Those of a reduction are
-    # parts of one bucket, others have memory of their own: code that adds to them differs.
+    # (reduces, accumulates into the previous backward's gradients). Reduced gradients are views of one bucket, local
+    # ones have separate storage, and the code that accumulates into them differs.
     kinds = [(True, False), (True, True)] if gradients_kept else [(True, False)]
     kinds += [(False, False), (True, True)] if accumulation else []
     check_consistent_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
@@ -100,11 +100,11 @@ def warmup(
                 for each in replicas:
                     for parameter in () if kept else each.parameters:
                         parameter.grad = None
-                    # A plan that waits for the second backward is made here, one that waits for measurements is not.
+                    # High enough for a plan that needs a second backward, too low for one that needs measurements.
                     each.history.synced_backwards = min(each.history.synced_backwards, 1)
                 with contextlib.nullcontext() if synced else no_sync(module):
                     value = loss(batch)
-                    # Before the backward: nothing is reduced yet, and no other guard names another cause.
+                    # Check before the backward: nothing is reduced yet, and no other guard has reported another cause.
                     if changed := [name for name, version in _versions(module).items() if versions[name] != version]:
                         raise ConfigError(
                             f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no "
@@ -123,7 +123,7 @@ def warmup(
 
 
 def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
-    """Whether the last round compiled nothing on any rank."""
+    """Return whether the last round compiled nothing on any rank. Every rank must call it."""
     has_compiled = len(made) == 1 or made[-1] != made[-2]
     return not any(all_gather_object(channel_of(replica), unique_topic(replica, "a round of warmup()"), has_compiled))
 
@@ -134,7 +134,7 @@ def _versions(module: nn.Module) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Iterator[None]:
-    """Put back gradients, buffers, random numbers and counters."""
+    """Restore gradients, buffers, RNG state and counters on exit."""
     device = replicas[0].device
     devices = [] if device.type == "cpu" else [device]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -157,7 +157,7 @@ def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Ite
             with torch.no_grad():
                 for owner, name, buffer, value in buffers:
                     buffer.copy_(value)
-                    setattr(owner, name, buffer)  # the forward may have put another tensor in its place
+                    setattr(owner, name, buffer)  # the forward may have assigned another tensor
 
 
 @contextlib.contextmanager
@@ -176,5 +176,5 @@ def _same_counts(replica: Replica) -> Iterator[None]:
         replica.history.synced_backwards = steps
         if memory is not None and remembered is not None:
             memory.restore(remembered)
-        replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
+        replica.history.backwards.clear()  # keep the object: the monitor publishes its content to other ranks
         replica.history.backwards.update(backwards)
