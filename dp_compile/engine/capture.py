@@ -1,7 +1,7 @@
-"""A captured backward: compiled autograd's graph, what it means in one backward, and its compiled forms.
+"""A captured backward: compiled autograd's graph, its binding to parameters in one backward, and its compiled code.
 
-A graph of compiled autograd takes parameters and hooks as inputs, so the same graph serves every module of the same
-shape. Compiled code is chosen by the binding, never by the module.
+A compiled-autograd graph takes parameters and hooks as inputs, so modules of the same shape share a graph. Compiled
+code is therefore looked up by binding, never by module.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ logger = logging.getLogger("dp_compile.capture")
 
 
 class CapturedBackward:
-    """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
+    """A compiled-autograd graph, with compiled code for each binding seen so far. Holds no reference to a model."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         dynamo.refill_constants(graph_module)
         self._graph_module = graph_module
         self._sites = find_sites(graph_module.graph)
         self._compiled: dict[Binding, CompiledBackward] = {}
-        self._bound: tuple[object, Binding] | None = None  # what was met last, without a model, and its binding
+        self._bound: tuple[object, Binding] | None = None  # key of the last backward, and its binding
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         """Run one backward. Compiled autograd keeps this object and calls it in each backward with the same graph."""
         backward = window.current()
         if backward is None:
-            # Another thread's backward slipped into our window: run it as it is.
+            # Another thread's backward was captured while our capture was enabled: run it unchanged.
             return torch.compiler.disable(self._graph_module.forward)(inputs, sizes, scalars, hooks, packed)
         backward.ran = True
-        # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes where user code calls
-        # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
+        # If user code calls `backward()` under autocast, tracing with Dynamo would apply autocast to AOTAutograd's
+        # backward. AOTAutograd's own call of that backward disables autocast (torch 2.11 to 2.15).
         with window.Outside(), dynamo.without_autocast():
             return self._run(backward, inputs, (sizes, scalars, hooks, packed))
 
@@ -57,7 +57,7 @@ class CapturedBackward:
         compiled: CompiledBackward | None = None
         try:
             binding = self._bind(backward, inputs, rest[2])
-            if self._finalize_plans(replicas, binding, inputs, rest):  # other plans: a binding says which
+            if self._finalize_plans(replicas, binding, inputs, rest):  # plans changed, and the binding depends on them
                 binding = self._bind(backward, inputs, rest[2])
             compiled = self._compiled.get(binding)
             if compiled is None:
@@ -68,13 +68,13 @@ class CapturedBackward:
                 compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):
-            # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
-            # Or code that writes to parameters cannot be sure any more what reads them: it is made again next time.
+            # NotTraced: another thread is tracing, and Dynamo then skips every frame in the process.
+            # OtherMemory: code that updates parameters can no longer know which views read them: recompile next.
             del self._compiled[binding]
         except DPCompileError:
             raise
         except Exception as error:
-            # Dynamo, Inductor and fake tensors raise exceptions of any class. Once code runs its inputs are used up.
+            # Dynamo, Inductor and fake tensors raise any exception class. Once code has begun, its inputs are consumed.
             if (compiled is not None and compiled.has_begun) or dynamo.asks_for_errors(error):
                 raise
             backward.obstacle = described(error)
@@ -82,7 +82,7 @@ class CapturedBackward:
         return self._run_uncompiled(replicas, inputs, rest)
 
     def _bind(self, backward: window.BackwardState, inputs: Sequence[Any], hooks: Sequence[Any]) -> Binding:
-        """Whose gradient is which. Nearly always as in the backward before, which is quick to see."""
+        """Return the binding of this backward. Fast path: usually the same as in the previous backward."""
         replicas, sites = backward.replicas, self._sites
         wanted = tuple(backward.wanted.get(replica, ()) for replica in replicas)
         mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
@@ -95,7 +95,7 @@ class CapturedBackward:
             return self._bound[1]
         for hook, call in zip(mine, sites.hook_calls, strict=True):
             if hook is not None and hook.replica is None:
-                hook(inputs[call.parameter])  # raises: no hook reduces it any more
+                hook(inputs[call.parameter])  # raises: its replica was deleted
         ordinal = {id(replica): position for position, replica in enumerate(replicas)}
         hooked = tuple(
             (ordinal[id(hook.replica)], hook.index) if hook is not None and id(hook.replica) in ordinal else None
@@ -115,14 +115,14 @@ class CapturedBackward:
         code_keys = tuple((replica.planning.code_key, replica.reduces) for replica in replicas)
         binding = Binding(code_keys, hooked, tuple(existing), kept, wanted, layouts)
         is_complete = len(hooked) - hooked.count(None) == sum(len(each.parameters) for each in replicas)
-        if is_complete and not sites.unhooked:  # else it depends on parameters that `met` does not compare
+        if is_complete and not sites.unhooked:  # otherwise it depends on parameters that `met` does not include
             self._bound = met, binding
         return binding
 
     def _finalize_plans(
         self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]
     ) -> bool:
-        """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
+        """Finalize the plans that await the graph of a first backward, before tracing. Return whether any did."""
         synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.planning.awaits_graph]
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
@@ -139,16 +139,16 @@ class CapturedBackward:
         finalize_plans(synced, times)
         for replica in assumed:
             if replica.planning.ready.basis == ASSUMED and replica in times:
-                replica.planning.ready = times[replica]  # its plan needs none; they tell people more
+                replica.planning.ready = times[replica]  # not needed for its plan; for reports
         return bool(awaited)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""
+        """Run the graph without compiling it; the hooks launch the same collectives as compiled code."""
         return reduce_eagerly(replicas, lambda: torch.compiler.disable(self._graph_module.forward)(inputs, *rest))
 
 
 def _refuse_shards(hooks: Sequence[Any]) -> None:
-    """With the hooks of `fully_shard` captured code gives other gradients than they do (measured)."""
+    """Raise if a `fully_shard` hook is captured: gradients then differ from those of an eager backward (measured)."""
     if any(map(distributed.is_hook_of_fully_shard, hooks)):
         raise ReductionError(
             "a captured backward reaches a module that fully_shard manages. Call replicate() on a module around it, "
@@ -156,18 +156,18 @@ def _refuse_shards(hooks: Sequence[Any]) -> None:
         )
 
 
-# --- ready times, before anything is traced ----------------------------------------------------------------------
+# --- estimated ready times, before tracing -----------------------------------------------------------------------
 #
-# Compiled autograd drops what it knew of its nodes (torch 2.13, `end_capture`: they were made with dummies). But the
-# inputs of a backward are at hand, and most nodes are aten ops of AOTAutograd's backward: fake tensors pass through.
+# Compiled autograd drops the metadata of its nodes (torch 2.13, `end_capture`: they were made with dummies). But the
+# real inputs are available, and most nodes are aten ops of AOTAutograd's backward: fake tensors propagate through them.
 
 
 def estimates_of(
     graph_module: fx.GraphModule, sites: Sites, binding: Binding, given: tuple[Any, ...]
 ) -> dict[GradientId, Shares]:
-    """When the gradients of a backward are ready, from its graph and what that is given; nothing if it does not say.
+    """Estimate when each gradient is ready, from the graph and its inputs `given`; empty if a gradient is unknown.
 
-    It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
+    It is unknown if its shape depends on data, or on a user's hook that replaces it.
     """
     values = fake_values(graph_module, given)
     nodes = graph_module.graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)

@@ -8,8 +8,9 @@
       return []                               reduce the gradients that are missing, and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
 
-Where that is all, `without_python` makes what Dynamo would make of it; else Dynamo does. Every graph has one reduction
-for each gradient of the plan, also where this rank's backward produced none: every rank runs the same collectives.
+If the graph holds nothing else, `without_python` builds Dynamo's output graph without Dynamo; otherwise Dynamo traces
+it. Each graph reduces every gradient of the plan, also those this rank's backward did not produce: every rank runs the
+same collectives.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from dp_compile.replica.replica import Replica
 from dp_compile.replica.sinks import UpdateRequest
 
 GradientId = tuple[int, int]
-"""Which gradient: the replica's position in this backward, the parameter's index in the replica."""
+"""A gradient: (position of the replica in this backward, index of the parameter in the replica)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookCall:
-    """A call of a post-accumulate-grad hook: its node and the positions of hook and parameter in the inputs."""
+    """A call of a post-accumulate-grad hook: name of its node, and positions of hook and parameter in the inputs."""
 
     node: str
     hook: int
@@ -46,50 +47,50 @@ class HookCall:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Where a graph accumulates gradients and calls hooks."""
+    """The places where a graph accumulates gradients and calls hooks."""
 
     accumulations: tuple[int, ...]  # positions of the tensors in the inputs
-    existing: tuple[int, ...]  # positions of the gradients that are added to
-    unhooked: tuple[int, ...]  # those of `accumulations` that have no hook at all
+    existing: tuple[int, ...]  # positions of the existing gradients that they accumulate into
+    unhooked: tuple[int, ...]  # those of `accumulations` without any hook
     hook_calls: tuple[HookCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What the sites of a graph mean in one backward. Equal bindings run the same code."""
+    """The parameters that the sites of a graph refer to in one backward. Equal bindings share compiled code."""
 
-    code_keys: tuple[tuple[str, bool], ...]
-    hooked: tuple[GradientId | None, ...]  # of each of `sites.hook_calls`
-    into_existing: tuple[bool, ...]  # of each of them: did the parameter have a gradient before?
-    kept: tuple[GradientId, ...]  # the parameters without a new gradient that have an old one
-    wanted: tuple[tuple[UpdateRequest, ...], ...]  # what optimizers update in it, of each replica
+    code_keys: tuple[tuple[str, bool], ...]  # per replica
+    hooked: tuple[GradientId | None, ...]  # per entry of `sites.hook_calls`; `None`: not a hook of these replicas
+    into_existing: tuple[bool, ...]  # per entry of `sites.hook_calls`: the parameter already had a gradient
+    kept: tuple[GradientId, ...]  # parameters that get no new gradient but have an old one
+    wanted: tuple[tuple[UpdateRequest, ...], ...]  # per replica: the updates that optimizers request
     layouts: tuple[tuple[str, ...], ...]
-    """With DTensor parameters: the placements of gradients from before. Dynamo does not guard on them."""
+    """With DTensor parameters: placements of the existing gradients, on which Dynamo does not guard."""
 
 
 @dataclass(frozen=True, slots=True)
 class InBackward:
-    """Parameters that one op of a captured backward updates."""
+    """The parameters that one op of a captured backward updates."""
 
-    replica: int  # by position, as the next two
+    replica: int  # a position, as the next two
     optimizer: int
     bucket: int  # the last one that holds a gradient of `indices`
     indices: tuple[int, ...]
-    hands_over: bool = False  # no parameter is written to: this rank's backward does not have all of their gradients
+    hands_over: bool = False  # the op writes no parameter, as this rank's backward lacks some of their gradients
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A captured graph, and what it does in one backward, from what its sites mean there."""
+    """A captured graph with its binding, and the reductions and updates that follow from it."""
 
     graph_module: fx.GraphModule
     sites: Sites
     binding: Binding
-    input_count: int  # tensors that it takes
-    synced: tuple[int, ...]  # the modules that are reduced, by position
-    used: tuple[tuple[int, ...], ...]  # of each module the parameters that get a gradient
-    unused: tuple[tuple[int, ...], ...]  # and the others
-    updates: tuple[InBackward, ...]  # what optimizers update in it
+    input_count: int  # number of input tensors
+    synced: tuple[int, ...]  # positions of the replicas whose gradients are reduced
+    used: tuple[tuple[int, ...], ...]  # per replica: indices of parameters that get a gradient
+    unused: tuple[tuple[int, ...], ...]  # per replica: the other indices
+    updates: tuple[InBackward, ...]  # optimizer updates in the graph
 
 
 def find_sites(graph: fx.Graph) -> Sites:
@@ -108,7 +109,7 @@ def find_sites(graph: fx.Graph) -> Sites:
 
 
 def position_of(node: object) -> int:
-    """`k` of a node `getitem(placeholder, k)`."""
+    """Return `k` of a node `getitem(placeholder, k)`."""
     assert isinstance(node, fx.Node)
     assert node.target is operator.getitem, node
     position = node.args[1]
@@ -119,7 +120,7 @@ def position_of(node: object) -> int:
 def bind(
     graph_module: fx.GraphModule, sites: Sites, binding: Binding, input_count: int, replicas: Sequence[Replica]
 ) -> CapturedGraph:
-    """A captured graph of these modules with what its sites mean in one backward."""
+    """Return the captured graph of these replicas with the reductions and updates of one binding."""
     used = tuple(
         tuple(sorted(index for of, index in filter(None, binding.hooked) if of == ordinal))
         for ordinal in range(len(replicas))
@@ -134,10 +135,10 @@ def bind(
 def _updates_of(
     replicas: Sequence[Replica], requests_of: Sequence[Sequence[UpdateRequest]], used: Sequence[Sequence[int]]
 ) -> tuple[InBackward, ...]:
-    """What a captured backward updates of what optimizers of each module ask for; `used`: what gets a gradient in it.
+    """Return the requested updates that run inside a captured backward; `used`: per replica, indices with a gradient.
 
-    Each rank decides alone: an update is a function of reduced gradients, which are the same on every rank. What is
-    left is updated when the backward has ended, with the same kernels.
+    Each rank decides independently: an update is a function of reduced gradients, which are equal on all ranks. The
+    other updates run when the backward has ended, with the same kernels.
     """
     found: list[InBackward] = []
     for ordinal, replica in enumerate(replicas):
@@ -155,11 +156,11 @@ def _updates_of(
     return tuple(found)
 
 
-# --- reductions in it -----------------------------------------------------------------------------------------------
+# --- inserting the reductions ---------------------------------------------------------------------------------------
 
 
 def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> fx.GraphModule:
-    """A copy of the graph that also reduces. It returns its outputs, and the reduced flags and missing gradients."""
+    """Return a copy of the graph with reductions. Its outputs: the old ones; reduced flags and missing gradients."""
     builder = _Builder(captured, replicas)
     builder.place_reductions()
     reduced = builder.complete()
@@ -177,7 +178,7 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> fx.
 
 
 class _Builder:
-    """The copy of a captured graph, and what was put into it so far."""
+    """Builds the copy of a captured graph, and keeps the nodes inserted so far."""
 
     def __init__(self, captured: CapturedGraph, replicas: Sequence[Replica]) -> None:
         self.captured, self.replicas = captured, replicas
@@ -186,13 +187,13 @@ class _Builder:
         self.copied = {old.name: new for old, new in nodes.items()}
         self.start = next(node for node in self.graph.nodes if node.op != "placeholder")
         self.position = captured.input_count
-        self.parameters: dict[GradientId, fx.Node] = {}  # that have a hook
-        self.reductions: dict[GradientId, fx.Node] = {}  # that are in the graph
+        self.parameters: dict[GradientId, fx.Node] = {}  # hooked parameters
+        self.reductions: dict[GradientId, fx.Node] = {}  # inserted reductions
 
     def place_reductions(self) -> None:
-        """Put reductions in the place of our hooks' calls, after all hooks of a parameter.
+        """Replace the calls of our hooks by reductions, placed after all hooks of a parameter.
 
-        Those of the user's see the rank's own gradient, and may change it, whenever they were set, as with torch's DDP.
+        So user hooks see, and may change, the local gradient, regardless of registration order; as with torch's DDP.
         """
         sites, binding = self.captured.sites, self.captured.binding
         updated = {(each.replica, index) for each in self.captured.updates for index in each.indices}
@@ -216,7 +217,7 @@ class _Builder:
             self.graph.erase_node(node)
 
     def complete(self) -> list[fx.Node]:
-        """Reduce what no hook reduces: flags and unused parameters."""
+        """Insert the reductions that replace no hook: flags and unused parameters. Return the reduced nodes."""
         results: list[fx.Node] = []
         for ordinal in self.captured.synced:
             replica, done = self.replicas[ordinal], dict[int, fx.Node]()
@@ -228,10 +229,10 @@ class _Builder:
         return results
 
     def source(self, ordinal: int, index: int) -> fx.Node:
-        """What a rank contributes for flags, whose index follows the last parameter, or for an unused parameter.
+        """Return this rank's contribution for the flags (the index after the last parameter) or an unused parameter.
 
-        Zeros, or the next of `CompiledBackward._extra_inputs`, which follow the engine's. Those are taken at the start:
-        compiled code empties the list of inputs.
+        Either zeros or the next of `CompiledBackward._extra_inputs`, which follow the engine's inputs. They are read at
+        the start of the graph, because compiled code empties the list of inputs.
         """
         parameters = self.replicas[ordinal].parameters
         if index == len(parameters) or (ordinal, index) in self.captured.binding.kept:
@@ -247,9 +248,9 @@ class _Builder:
 
 
 def reduce_accumulated(parameter: nn.Parameter, existing: bool, index: int, replica: int) -> torch.Tensor:
-    """Traced after a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
+    """Reduce `parameter.grad` as its hooks left it, in place if it existed before. Traced after the hooks.
 
-    A hook may have dropped it: then this rank adds zeros, as with torch's DDP.
+    If a hook set it to `None`, this rank contributes zeros, as with torch's DDP.
     """
     in_place = (existing and parameter.grad is not None) or parameter.is_complex()
     grad = _accumulated(parameter)
@@ -263,7 +264,7 @@ def reduce_accumulated(parameter: nn.Parameter, existing: bool, index: int, repl
 
 
 def reduce_local_tensor(parameter: Any, existing: bool, index: int, replica: int) -> torch.Tensor:
-    """As `reduce_accumulated`, for a DTensor: of its gradient, laid out as it is, the part that this rank holds."""
+    """Reduce a DTensor's gradient as `reduce_accumulated`: redistribute as the parameter, reduce the local tensor."""
     grad: Any = redistributed_as(parameter, _accumulated(parameter))
     reduced = emit(grad.to_local(), index, replica)
     result = from_part(reduced, parameter)
@@ -276,7 +277,7 @@ def reduce_local_tensor(parameter: Any, existing: bool, index: int, replica: int
 
 
 def reduce_to_update(parameter: nn.Parameter, existing: bool, index: int, replica: int) -> torch.Tensor:
-    """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
+    """Reduce as `reduce_accumulated`, for a parameter that is updated in the backward: `.grad` becomes `None`."""
     reduced = emit(_accumulated(parameter), index, replica)
     parameter.grad = None
     return reduced
@@ -290,11 +291,11 @@ def _accumulated(parameter: nn.Parameter) -> torch.Tensor:
 
 
 class NotPlain(Exception):
-    """A graph has something that only Dynamo can look into, or has to look at in each backward."""
+    """A graph needs Dynamo, to trace into something or to guard on it in each backward."""
 
 
 def check_plain(captured: CapturedGraph, replicas: Sequence[Replica]) -> None:
-    """Raises `NotPlain` unless sizes, strides, dtypes and torch's state are all that the code depends on."""
+    """Raise `NotPlain` unless the code depends only on sizes, strides, dtypes and torch's state."""
     if not dynamo.TAKES_EXISTING and (any(captured.binding.into_existing) or captured.sites.unhooked):
         raise NotPlain("gradients are added to others, which the graph does not take before torch 2.13")
     if captured.updates or any(replica.after.scattered for replica in replicas):
@@ -308,17 +309,16 @@ def check_plain(captured: CapturedGraph, replicas: Sequence[Replica]) -> None:
 def without_python(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], example: list[torch.Tensor]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """What Dynamo makes of a plain graph with our reductions, node for node, made without Dynamo.
+    """Return the same graph, node for node, that Dynamo makes of a plain graph with our reductions, without Dynamo.
 
-    All that Dynamo has to look into is what accumulates (`call_accumulate_grad` in torch/_dynamo/external_utils.py),
-    `reduce_accumulated`, `emit`, `real_view`. With 600 small parameters the first step takes it 28 s of processor time,
-    and 17 s without it.
+    Dynamo would only trace into `call_accumulate_grad` (torch/_dynamo/external_utils.py), `reduce_accumulated`, `emit`
+    and `real_view`. With 600 small parameters the first step takes 28 s of CPU time with Dynamo, 17 s without.
 
-    `module`: made by `with_reductions`, for `inputs`; `example`: the same as fake tensors, for the compiler.
+    `module`: made by `with_reductions`, for `inputs`; `example`: the same inputs as fake tensors, for the compiler.
 
     Returns:
         A graph that takes one list of tensors and returns reduced flags and missing gradients, then new gradients; and
-        of the latter the positions of their parameters in the inputs. What is added to existing ones is added in place.
+        the positions in the inputs of the new gradients' parameters. Existing gradients are accumulated into in place.
     """
     plain = _PlainGraph(inputs)
     graph, made = plain.graph, dict[fx.Node, Any]()
@@ -347,15 +347,15 @@ def without_python(
 
 
 class _PlainGraph:
-    """A graph as Dynamo leaves it, and the gradients in it, by the position of their parameter in the inputs."""
+    """A graph as Dynamo would output it, and its gradients by the position of their parameter in the inputs."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.graph, self.gradients = fx.Graph(), dict[int, fx.Node]()
-        self.in_place = set[int]()  # those that are added to one from before
+        self.in_place = set[int]()  # positions of gradients accumulated into an existing one
         self._inputs = inputs
 
     def add(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """Add what a node becomes; `args`, `kwargs`: its own, in this graph."""
+        """Add the equivalent of `node`; `args`, `kwargs`: its arguments mapped to this graph."""
         if node.target is dynamo.call_accumulate_grad:
             return self._accumulate(node, args)
         if node.target is reduce_accumulated:
@@ -397,6 +397,6 @@ class _PlainGraph:
 
 
 def reductions_in(graph: fx.Graph) -> Counter[Any]:
-    """The reductions in a graph as Dynamo leaves it, by `GradientId`: third and second argument of the op."""
+    """Count the reductions in a graph after Dynamo, by `GradientId`: third and second argument of the op."""
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     return Counter((node.args[2], node.args[1]) for node in nodes)
