@@ -308,7 +308,6 @@ def test_a_real_run_from_the_command_line(tmp_path, capsys):
     assert cell.mb_per_s > 0
     assert cli.main(["bench", "report", out]) == 0
     assert capsys.readouterr().out == printed
-    assert cli.main(["bench", "compare", out, out]) == 0
 
 
 @pytest.mark.nightly
