@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -17,27 +16,18 @@ with named():
     import torch._dynamo.compiled_autograd as _compiled_autograd
     import torch._dynamo.eval_frame as _eval_frame
     import torch._dynamo.guards as _guards
-    from torch._C._dynamo.guards import GlobalStateGuard as _GlobalStateGuard
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
     from torch._dynamo import config as config
-    from torch._dynamo.convert_frame import compile_lock as _compile_lock
-    from torch._dynamo.convert_frame import preserve_global_state as _preserving_state
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import RecompileError as _RecompileError
     from torch._dynamo.external_utils import FakeCompiledAutogradEngine as _Engine
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
     from torch._dynamo.external_utils import call_hook as call_hook
     from torch._dynamo.external_utils import unwrap_maybe_dynamic_int as _unwrap_size
-    from torch._dynamo.utils import counters as _counters
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
-    from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTensorMeta
-    from torch._guards import TracingContext as _TracingContext
-    from torch._guards import tracing as _tracing
     from torch._logging._internal import LazyTraceHandler as _TraceFile
     from torch._logging._internal import trace_log as _trace_log
     from torch._logging._internal import trace_structured as _trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 
     at_end: Any = _Engine._exec_final_callbacks_stub
     """The last call of a captured graph, which does nothing."""
@@ -53,10 +43,6 @@ with named():
 if torch.cuda.is_available():
     # As `_enable` does: a backward under CUDA graphs looks for it where it may not be imported (torch 2.13).
     from torch._inductor import cudagraph_trees as cudagraph_trees
-
-_session: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-    torch.compiler, "_compile_session_context", contextlib.nullcontext
-)
 
 # c10::ScalarType, in its order: a part of torch's file format, so it does not change.
 _DTYPES = (
@@ -273,74 +259,6 @@ def accumulate_op() -> Any:
     return _compiled_autograd.ops.AccumulateGrad  # type: ignore[attr-defined]
 
 
-def stays_in_graph(node: fx.Node) -> bool:
-    """Whether Dynamo leaves a captured graph's call as it is, and has nothing to look at in it in each backward."""
-    target = node.target
-    if isinstance(target, _compiled_autograd.Op):
-        return not target.is_custom_function
-    if getattr(target, "__name__", "") == "call_aot_bwd_prologue":  # made for each, with `allow_in_graph`
-        return not _handles_subclasses(node)
-    return isinstance(target, torch._ops.OpOverload)
-
-
-def _handles_subclasses(prologue: fx.Node) -> bool:
-    """Whether what puts the inputs of AOTAutograd's backward into order unwraps tensors of a class of their own."""
-    cells = dict(zip(prologue.target.__code__.co_freevars, prologue.target.__closure__ or (), strict=True))  # type: ignore[union-attr]
-    if "bw_prologue_fn" not in cells:  # torch 2.11 has one function for all forwards, which reads their metadata
-        unwraps = cells["maybe_subclass_metadata"].cell_contents is not None
-        metadata = cells["metadata"].cell_contents.subclass_tangent_meta
-    else:
-        inner = cells["bw_prologue_fn"].cell_contents
-        unwraps = bool(inner.__closure__) or "_unwrap_" in inner.__globals__
-        metadata = inner.__globals__.get("_tangent_metas_")
-    return unwraps or metadata is None or not all(type(each) is _PlainTensorMeta for each in metadata)
-
-
-class Fits:
-    """Whether inputs are like those that code was made for, and torch in the same state: what Dynamo's guards ask."""
-
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        for each in inputs:
-            # torch's guards throw for a tensor without strides, an error of C++ that nothing catches: it goes past each
-            # `finally` of the frames above, or ends the process (torch 2.13).
-            each.stride()
-        self._tensors = _TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self._state = _GlobalStateGuard()
-        self._count = len(inputs)
-
-    def __call__(self, inputs: Sequence[Any]) -> bool:
-        return len(inputs) == self._count and self._state.check() and self._tensors.check(*inputs)
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Inside, no other thread of this process compiles, as while Dynamo does. Without `_session`, other threads that
-    call compiled code meanwhile are taken for tracing it (torch 2.13)."""
-    with _compile_lock, _session():
-        yield
-
-
-def compile_graph(
-    backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
-    graph_module: fx.GraphModule,
-    inputs: list[torch.Tensor],
-    example: list[torch.Tensor],
-) -> Callable[..., Any]:
-    """What Dynamo does with a graph it made: call a backend. Only inside of `compiling()`. `graph_module` takes one
-    list, `inputs`, of which `stand_ins` made `example`."""
-
-    def compile_now() -> Callable[..., Any]:
-        state = random.getstate()
-        try:
-            return backend(graph_module, [inputs])
-        finally:
-            random.setstate(state)
-
-    with _tracing(_TracingContext(example[0].fake_mode)):  # type: ignore[attr-defined]
-        _counters["stats"]["unique_graphs"] += 1  # who counts compilations counts these
-        return _preserving_state(compile_now)()
-
-
 def asks_for_errors(error: Exception) -> bool:
     """Whether `error` is, or may be, one that `error_on_recompile` or `set_stance("fail_on_recompile")` asks for."""
     return isinstance(error, _RecompileError) or stance() == "fail_on_recompile"
@@ -349,12 +267,6 @@ def asks_for_errors(error: Exception) -> bool:
 def stance() -> str:
     """What `torch.compiler.set_stance` has set, "default" without it."""
     return str(_eval_frame._stance.stance)
-
-
-def stand_ins(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors without memory, which AOTAutograd takes for these inputs; all sizes are static."""
-    mode = FakeTensorMode(shape_env=_ShapeEnv())
-    return [mode.from_tensor(each, static_shapes=True) for each in inputs]
 
 
 def measure_no_guards() -> None:

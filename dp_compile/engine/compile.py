@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +25,8 @@ from dp_compile.engine.flags import flags_to_send, read_flags, remember
 from dp_compile.engine.graph import (
     CapturedGraph,
     GradientId,
-    NotPlain,
-    check_plain,
     reductions_in,
     with_reductions,
-    without_python,
 )
 from dp_compile.engine.guards import check_not_moved
 from dp_compile.engine.plan_sync import meet_before_launch
@@ -72,7 +68,7 @@ class CompiledBackward:
         self._plans = tuple(replica.plan.for_code() for replica in replicas)
         self._number = next(_code_numbers)
         self._run: Callable[..., Any] | None = None
-        self._by_dynamo: Callable[..., Any] | None = None
+        self._assigned: tuple[int, ...] = ()
         self._record: CaptureRecord | None = None  # of the latest compilation
         # Of the backward that is running.
         self._replicas: tuple[Replica, ...] = ()
@@ -90,8 +86,13 @@ class CompiledBackward:
             with during(BACKWARD, *self._reducing):
                 started, record = time.monotonic(), self._record
                 if self._run is None:
-                    self._run = self._make(inputs)
-                outputs, reduced = self._run(inputs, *rest)
+                    module, self._assigned = with_reductions(self._graph, self._replicas)
+                    # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+                    self._run = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
+                parameters = [inputs[position] for position in self._assigned]
+                outputs, reduced, gradients = self._run(inputs, *rest)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
                 if self._record is not record:
                     _say_if_late(replicas, time.monotonic() - started)
         except dynamo.BackendCompilerFailed as error:
@@ -149,40 +150,6 @@ class CompiledBackward:
                 complaints.append(error)
         if complaints:
             raise complaints[0]
-
-    # --- making the code
-
-    def _make(self, inputs: list[Any]) -> Callable[..., Any]:
-        """Code without Dynamo, where sizes and strides are all that it depends on; else Dynamo traces the graph.
-
-        Dynamo guards on what code of the user's reads, and on sizes that may change.
-        """
-        try:
-            if inductor.uses_cuda_graphs({}) or dynamo.stance() != "default":
-                raise NotPlain("CUDA graphs are on, or a stance that is Dynamo's to keep")
-            check_plain(self._graph, self._replicas)
-            module = with_reductions(self._graph, self._replicas)
-            existing = self._graph.sites.existing
-            if not _lie_apart(inputs, existing):
-                raise NotPlain("gradients that are added to share memory")
-            fits = dynamo.Fits(inputs)
-            with dynamo.compiling():
-                example = dynamo.stand_ins(inputs)
-                graph_module, positions = without_python(module, inputs, example)
-                code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
-            return _Plain(code, fits, existing, positions, self._run_by_dynamo)
-        except DPCompileError:
-            raise
-        except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
-            logger.debug("Dynamo traces a backward: %s", error, exc_info=not isinstance(error, NotPlain))
-            return self._run_by_dynamo
-
-    def _run_by_dynamo(self, inputs: list[Any], *rest: Any) -> Any:
-        if self._by_dynamo is None:  # made when it is asked for: it holds the graph
-            module = with_reductions(self._graph, self._replicas)
-            # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-            self._by_dynamo = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
-        return self._by_dynamo(inputs, *rest)
 
     # --- compiling it
 
@@ -291,57 +258,6 @@ class CompiledBackward:
             numbers.setdefault(_memory_address(parameter), number)
         flat = _flat(inputs)
         return tuple(numbers.get(_memory_address(each), -1) if isinstance(each, torch.Tensor) else -1 for each in flat)
-
-
-def _lie_apart(inputs: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
-    """Whether inputs at these positions share no element with each other, and no storage with another input."""
-    if not written:
-        return True
-    storages = {inputs[position].untyped_storage().data_ptr() for position in written}
-    if len(storages) < len(written) and not _are_disjoint([inputs[position] for position in written]):
-        return False  # gradients may be views of one bucket
-    storages.discard(0)  # of empty tensors
-    others = set(range(len(inputs))).difference(written)
-    return storages.isdisjoint(inputs[position].untyped_storage().data_ptr() for position in others)
-
-
-def _are_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the ranges of memory from first to last element are."""
-    ranges = []
-    for tensor in tensors:
-        begin = tensor.data_ptr()
-        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        ranges.append((begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin))
-    ranges.sort()
-    return all(end <= following for (_, end), (following, _) in itertools.pairwise(ranges))
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """Code that was made without Dynamo, and around it what Dynamo does in each backward."""
-
-    code: Callable[[list[Any]], Sequence[torch.Tensor]]
-    fits: dynamo.Fits  # whether inputs are like those that it was made for; `otherwise` runs others
-    existing: tuple[int, ...]  # positions in the inputs of the gradients that it adds to, in place
-    positions: tuple[int, ...]  # and of the parameters whose gradients it returns last
-    otherwise: Callable[..., Any]
-
-    def __call__(self, inputs: list[Any], *rest: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
-        if self.fits(inputs) and _lie_apart(inputs, self.existing):
-            return self.run(inputs)
-        if dynamo.stance() == "eager_on_recompile":
-            raise NotTraced("nothing is to be compiled again")
-        result: tuple[list[Any], Sequence[torch.Tensor]] = self.otherwise(inputs, *rest)
-        return result
-
-    def run(self, inputs: list[Any]) -> tuple[list[Any], Sequence[torch.Tensor]]:
-        """One backward, whose inputs fit; empties their list."""
-        parameters = [inputs[position] for position in self.positions]
-        outputs = self.code(inputs)
-        count = len(outputs) - len(parameters)
-        for parameter, gradient in zip(parameters, outputs[count:], strict=True):
-            parameter.grad = gradient
-        return [], outputs[:count]
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
