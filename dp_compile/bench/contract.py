@@ -19,8 +19,6 @@ Batch = tuple[torch.Tensor, ...]
 SEED: Final = 20_261  # of the weights with which every mode starts
 # Large, so that rounding of the parameters hardly changes a gradient that is computed from their difference.
 PROBE_LR: Final = 64.0
-# AdamW adds this to the root of the mean square, which is at most about 1 here and so does not count.
-LARGE_EPS: Final = 1e4
 
 
 class Rule(NamedTuple):
@@ -34,7 +32,8 @@ class Rule(NamedTuple):
 
 
 SGD: Final = Rule(partial(torch.optim.SGD, momentum=0.9), {"lr": PROBE_LR, "momentum": 0.0})
-_PLAIN_ADAMW: Final = {"lr": PROBE_LR * LARGE_EPS, "eps": LARGE_EPS, "betas": (0.0, 0.0), "weight_decay": 0.0}
+# AdamW adds `eps` to the root of the mean square, which is at most about 1 here and so does not count.
+_PLAIN_ADAMW: Final = {"lr": PROBE_LR * 1e4, "eps": 1e4, "betas": (0.0, 0.0), "weight_decay": 0.0}
 ADAMW: Final = Rule(partial(torch.optim.AdamW, fused=True), _PLAIN_ADAMW)
 
 

@@ -26,7 +26,7 @@ from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.words import BYTES_PER_MB
 
 # What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
-OVERLAPPED: Final[Mapping[str, Any]] = {
+OVERLAPPED: Final[dict[str, Any]] = {
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
     "aten_distributed_optimizations.collective_bucketing": True,
     "aten_distributed_optimizations.insert_overlap_deps": True,
@@ -34,8 +34,8 @@ OVERLAPPED: Final[Mapping[str, Any]] = {
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
 }
-BUCKETED: Final[Mapping[str, Any]] = {"bucket_all_reduces_fx": "all"}
-_FUSED: Final[Mapping[str, Any]] = {"_fuse_ddp_communication_passes": ["fuse_ddp_with_concat_op", "schedule_comm_wait"]}
+BUCKETED: Final[dict[str, Any]] = {"bucket_all_reduces_fx": "all"}
+_FUSED: Final[dict[str, Any]] = {"_fuse_ddp_communication_passes": ["fuse_ddp_with_concat_op", "schedule_comm_wait"]}
 
 
 # --- the loop that modes share --------------------------------------------------------------------------------------
@@ -147,12 +147,6 @@ def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedD
     return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=cap_mb, **options)
 
 
-def _configure(settings: Mapping[str, Any]) -> None:
-    """Settings of Inductor for the whole process, by their names in torch's `config` module."""
-    for name, value in settings.items():
-        setattr(inductor.config, name, value)
-
-
 def ddp(workload: Workload, cap_mb: float | None = None) -> Trainer:
     """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`."""
     return Loop(workload, lambda model: wrap(model, cap_mb))
@@ -168,7 +162,7 @@ def python_reducer(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: 
     """torch's experimental reducer in its place: hooks that compiled autograd traces, fused by Inductor's `ddp_fusion`
     and followed by its pass that delays waits."""
     dynamo.config.optimize_ddp = "python_reducer"
-    _configure(_FUSED)
+    inductor.config.load_config(_FUSED)
 
     def captured_backward(loss: torch.Tensor) -> None:
         with dynamo.CaptureBackward(partial(torch.compile, backend=backend)):
@@ -184,7 +178,7 @@ def functional(workload: Workload, backend: str = "inductor") -> Trainer:
     through a function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the
     overlap on a GPU; on a CPU, where that fails because it asks Triton for bandwidths (torch 2.13), it makes buckets.
     """
-    _configure(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
+    inductor.config.load_config(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
     return Loop(workload, lambda model: torch.compile(_ReducedInBackward(model), backend=backend, fullgraph=True))
 
 

@@ -35,6 +35,7 @@ _QUEUE_MIB: Final = 8
 _MTU: Final = 65535  # the largest: fewer packets, less processor time for the same bytes
 _PREFIX: Final = "dpbench"
 _SYSTEM_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin"  # where `ip` and `tc` are, and often not on a user's PATH
+_NEW_LINK: Final = {LINK_VARIABLE: "measured"}  # another rate is another link: none is remembered
 _SETTINGS: Final = {
     # bbr paces itself with timers, and cubic is refused inside a namespace.
     "ipv4/tcp_congestion_control": "reno",
@@ -106,7 +107,7 @@ class Placement:
 def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None) -> Iterator[Placement]:
     """Make a network for so many ranks, or raise `NetworkError`; remove it at the end. `rate_mbit`: if it has none."""
     if network.kind == "loopback":
-        yield Placement("gloo", ranks, _on_interface("lo"))
+        yield Placement("gloo", ranks, {"GLOO_SOCKET_IFNAME": "lo", **_NEW_LINK})
         return
     if network.kind == "simulated":
         # The barrier of `init_process_group` would wait in the store for ranks that do not exist.
@@ -140,7 +141,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
             _run(f"ip -n {space} link set eth0 mtu {_MTU} up")
             shape = f"rate {round(rate_mbit * 1e6)}bit burst {_BURST_KIB}k limit {_QUEUE_MIB}m"
             _run(f"tc -n {space} qdisc replace dev eth0 root tbf {shape}")
-        yield Placement("gloo", ranks, _on_interface("eth0"), tuple(spaces))
+        yield Placement("gloo", ranks, {"GLOO_SOCKET_IFNAME": "eth0", **_NEW_LINK}, tuple(spaces))
 
 
 def enter(space: str) -> None:
@@ -149,10 +150,6 @@ def enter(space: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), 0x40000000) != 0:
             raise NetworkError(f"network namespace {space} cannot be entered: {os.strerror(ctypes.get_errno())}.")
-
-
-def _on_interface(name: str) -> dict[str, str]:
-    return {"GLOO_SOCKET_IFNAME": name, LINK_VARIABLE: "measured"}  # another rate is another link: none is remembered
 
 
 def _remove_stale() -> None:

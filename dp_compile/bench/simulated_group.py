@@ -79,8 +79,7 @@ class SimulatedGroup(dist.ProcessGroup):
         require(known, "a reduction of the simulated group", "SUM, AVG, MIN, MAX, BAND or BOR", getattr(op, "op", op))
         return self._send(1.0, tensors, self.size() if op == kinds.SUM else 1)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self._send(0.5, tensors)

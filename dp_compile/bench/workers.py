@@ -11,15 +11,16 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from dp_compile._torch import distributed
 from dp_compile.bench.contract import SEED, Batch, Trainer, Workload
 from dp_compile.bench.modes import device, mode
 from dp_compile.bench.networks import Placement, enter
@@ -51,29 +52,25 @@ def _begin(place: Placement, rank: int, processes: int, directory: str) -> None:
     timeout, ranks = timedelta(seconds=START_TIMEOUT_S), place.group_ranks or processes
     dist.init_process_group(place.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     dist.barrier()
-    this.rank, this.processes = rank, processes
 
 
-@dataclass(slots=True)
-class _State:
-    """Of this process."""
-
-    rank: int = 0
-    processes: int = 1
-    trainer: Trainer = field(default_factory=Trainer)
-    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
-
-
-this: Final = _State()
+this: Final = SimpleNamespace()
+"""Of this process, since `start`: its `trainer` and its `batches`."""
 
 
 def expect(name: str, path: str) -> int:
-    """Rank 0 writes the gradients that `start` compares with. Returns the bytes of one set."""
-    if this.rank > 0:
-        return 0
-    averages = {ranks: average_gradients(workload(name), ranks) for ranks in {1, this.processes}}
-    torch.save(averages, path)
-    return sum(gradient.nbytes for gradient in averages[1].values())
+    """Rank 0 writes the gradients that `start` compares with: eager averages of one rank and of all. Returns bytes."""
+    chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
+    for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
+        torch.manual_seed(SEED)
+        model = chosen.build().train()
+        for rank in range(ranks):
+            chosen.loss(model, next(batches(chosen, rank))).backward()
+        named = model.named_parameters()
+        averages[ranks] = {name: each.grad / ranks for name, each in named if each.grad is not None}
+    if averages:
+        torch.save(averages, path)
+    return sum(gradient.nbytes for gradient in averages.get(1, {}).values())
 
 
 def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
@@ -81,16 +78,17 @@ def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[
 
     Returns the seconds of all but the comparison, the largest error of a gradient, and its parameter.
     """
-    chosen = workload(name)
-    this.batches = batches(chosen, this.rank)
+    chosen, rank = workload(name), dist.get_rank()
+    this.batches = batches(chosen, rank)
     torch.manual_seed(SEED)
     begin = time.perf_counter()
     this.trainer = mode(mode_name).prepare(chosen)
-    gradients = this.trainer.gradients(next(batches(chosen, this.rank))) if expected else {}
+    gradients = this.trainer.gradients(next(batches(chosen, rank))) if expected else {}
     _synchronize()
     seconds, parameter, error = time.perf_counter() - begin, "", 0.0
     if expected:
-        parameter, error = compare(gradients, torch.load(expected, mmap=True)[this.processes])
+        real_ranks = 1 if distributed.backend_of(None, "cpu").simulated else dist.get_world_size()
+        parameter, error = compare(gradients, torch.load(expected, mmap=True)[real_ranks])
         if not error <= chosen.tolerance:
             return seconds, error, parameter
     if warmup_steps:
@@ -105,7 +103,7 @@ def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[
 
 def steps(count: int) -> float:
     """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
-    trainer = this.trainer
+    trainer: Trainer = this.trainer
     given = [next(this.batches) for _ in range(count + trainer.defers)]
     if dist.is_initialized():
         dist.barrier()
@@ -142,15 +140,6 @@ def batches(workload: Workload, rank: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(SEED + rank)
     while True:
         yield workload.batch(generator)
-
-
-def average_gradients(workload: Workload, ranks: int) -> dict[str, torch.Tensor]:
-    """Of the first batches of so many ranks, by parameter: eagerly, in this process alone."""
-    torch.manual_seed(SEED)
-    model = workload.build().train()
-    for rank in range(ranks):
-        workload.loss(model, next(batches(workload, rank))).backward()
-    return {name: each.grad / ranks for name, each in model.named_parameters() if each.grad is not None}
 
 
 def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
