@@ -69,7 +69,7 @@ class Explanation:
                 f"{len(step.measured.buckets)}. Measure a run with this plan."
             )
         self.step = step
-        forward_s, alone = _forward_s(step), step.world_size == 1
+        forward_s, alone = step.forward_s if step.has_two_halves else 0.0, step.world_size == 1
         bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE
         self.bound_by = ONE_RANK if alone else bound_by if step.is_timed else NOT_KNOWN
         self.end_s = None if alone else _end_s(step)
@@ -128,13 +128,9 @@ class Explanation:
         return tuple(each for each in ranked if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
 
 
-def _forward_s(step: Step) -> float:
-    """The next forward, if something ends under it."""
-    return step.forward_s if step.has_two_halves else 0.0
-
-
 def _end_s(step: Step) -> float:
-    return step.end_s + _forward_s(step)
+    """With the next forward, if something ends under it."""
+    return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
 
 
 def _explained(step: Step) -> Iterator[ExplainedBucket]:

@@ -21,7 +21,6 @@ from dp_compile.insight.profile import events_of, measured_steps
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, typical_step
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.planner import ASSUMED
 from dp_compile.plan.words import count, format_bytes, in_columns
 from dp_compile.replica.record import CaptureRecord
@@ -77,6 +76,10 @@ def report(module: nn.Module) -> Report:
     hook, seen, divide_by = replica.called_hook, _measured.get(replica), replica.group.averaging.divide_by
     notes = [] if divide_by is None else [f"gradients divided by {divide_by:g}"]
     notes += [] if seen is None else [f"backward: {seen}, on rank {seen.rank}"]
+    if (memory := replica.state.bucket_memory).kept:
+        which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
+        kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
+        notes.append(f"memory that backwards use again: {kept}{'' if replica.plan.keeps_memory else which}")
     return Report(
         replica.mode,
         replica.group.world_size,
@@ -86,7 +89,7 @@ def report(module: nn.Module) -> Report:
         updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
         why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
         promise=_promise(replica),
-        notes=(*notes, *_kept_memory(replica)),
+        notes=tuple(notes),
     )
 
 
@@ -107,16 +110,6 @@ def _promise(replica: Replica) -> str:
     )
 
 
-def _kept_memory(replica: Replica) -> list[str]:
-    memory = replica.state.bucket_memory
-    if not memory.kept:
-        return []
-    which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
-    which = "" if replica.plan.keeps_memory else which
-    kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
-    return [f"memory that backwards use again: {kept}{which}"]
-
-
 def step_of(module: nn.Module) -> Step:
     """What was planned for a replicated module, what that was made from, what was captured and measured.
 
@@ -131,17 +124,19 @@ def step_of(module: nn.Module) -> Step:
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."
         )
-    cost, cost_source = _cost(replica)
+    group, given = replica.group, replica.config.cost
+    found = f"{NOMINAL} for {group.backend}, not measured"
+    found = found if group.measured is None else "measured on such ranks, in factors of two"
     return Step(
         mode=replica.mode,
         strategy=replica.planning.strategy,
-        world_size=replica.group.world_size,
-        backend=replica.group.backend,
+        world_size=group.world_size,
+        backend=group.backend,
         device=replica.device.type,
         plan=replica.plan,
         ready=replica.planning.ready,
-        cost=cost,
-        cost_source=cost_source,
+        cost=given or group.cost,
+        cost_source=found if given is None else "given in the config",
         capture=next(reversed(replica.history.captures.values()), None),
         backwards=tuple(replica.history.backwards.items()),
         measured=_measured.get(replica),
@@ -161,16 +156,6 @@ def explain(module: nn.Module) -> Explanation:
         UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     return Explanation(step_of(module))
-
-
-def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
-    """What a collective costs, and where that is from."""
-    group = replica.group
-    if replica.config.cost is not None:
-        return replica.config.cost, "given in the config"
-    if group.measured is not None:
-        return group.measured, "measured on such ranks, in factors of two"
-    return group.cost, f"{NOMINAL} for {group.backend}, not measured"
 
 
 @dataclass(eq=False, slots=True)

@@ -77,16 +77,14 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
 
 
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
-    """What a collective costs on more or fewer ranks of the same link, at least 2: one rank has no link.
+    """What a collective costs on more or fewer ranks of the same link; on both sides at least 2, and two nodes.
+
 
     Latency of a hop and bus bandwidth follow from the straight line of one group by `ring_or_tree`; `LAUNCH_US` of the
     latency does not grow with the ranks, as in `Link.cost`. On two levels nodes keep their size, `ranks_inside`.
     """
-    require_integer("from_ranks", from_ranks, 2)
-    if to_ranks == 1:
-        return AllReduceCost(0.0, 0.0)
     launch_s, between = min(LAUNCH_US * 1e-6, cost.alpha_s), cost.between
-    if between is not None and from_ranks > ranks_inside:
+    if between is not None:
         between = extrapolated(between, from_ranks=from_ranks // ranks_inside, to_ranks=to_ranks // ranks_inside)
     alpha_s = launch_s + (cost.alpha_s - launch_s) * ring_or_tree(to_ranks) / ring_or_tree(from_ranks)
     sent = [2 * (ranks - 1) / ranks for ranks in (from_ranks, to_ranks)]  # as a share of the bytes

@@ -17,7 +17,7 @@ from dp_compile.engine.ranges import FORWARD, GATHER, UPDATE
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import Backend
-from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import FORWARD_SHARE, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
@@ -290,8 +290,9 @@ class Step:
         found, backward_s, left = [], self.backward_s, self.left  # each adds up something of every gradient
         for bucket in self.plan.buckets:
             # Flags are launched first if something is left: they are known when a captured backward begins.
-            until_s = 0.0 if left and _is_of_flags(bucket) else backward_s
-            found.append(ready_gradients([member.gradient for member in bucket.members], self.ready, until_s))
+            gradients = [member.gradient for member in bucket.members]
+            are_flags = all(each.name == UNUSED_FLAGS for each in gradients)
+            found.append(ready_gradients(gradients, self.ready, 0.0 if left and are_flags else backward_s))
         return found
 
     def jobs(self) -> list[Job]:
@@ -346,10 +347,6 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # by field what makes i
     "measured": lambda given: given and _measured(given),
     "optimizers": lambda given: tuple(OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in given),
 }
-
-
-def _is_of_flags(bucket: Bucket) -> bool:
-    return all(member.gradient.name == UNUSED_FLAGS for member in bucket.members)
 
 
 def planned_buckets(step: Step) -> list[Launch]:
