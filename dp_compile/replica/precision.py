@@ -166,20 +166,13 @@ class Precision:
 _recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
 """Those with a forward that may be recomputed."""
 
-_NOTHING: Final = contextlib.nullcontext()
 
-
-def recomputing() -> contextlib.AbstractContextManager[None]:
-    """Inside, modules compute as in their last forward: a checkpoint may call a part of it again."""
-    return _recomputing() if _recomputed else _NOTHING  # every backward of the process asks
-
-
-@contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in list(_recomputed):
-            stack.enter_context(each.recomputing())
-        yield
+def recomputing() -> contextlib.ExitStack:
+    """Until it ends, modules compute as in their last forward: a checkpoint may call a part of it again."""
+    stack = contextlib.ExitStack()  # no generator: every backward of the process asks
+    for each in list(_recomputed):
+        stack.enter_context(each.recomputing())
+    return stack
 
 
 def _restore(casts: list[_Cast]) -> None:
@@ -262,12 +255,3 @@ def _cast_sites(
             site = (tuple(prefix.split(".")) if prefix else (), owner if prefix else None, name)
             found.setdefault(id(parameter), []).append(site)
     return tuple(map(tuple, found.values()))
-
-
-def install_precision(module: nn.Module, precision: Precision | None) -> None:
-    """Let a module compute so from now on; `None`: as it is."""
-    before = vars(module).pop(ATTRIBUTE, None)
-    if before is not None:
-        before.forget()
-    if precision is not None:
-        vars(module)[ATTRIBUTE] = precision

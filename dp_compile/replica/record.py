@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,19 +93,12 @@ class CaptureRecord:
         lines = [head, *(f"  refused {refusal.node}: {refusal.reason}" for refusal in self.refusals)]
         lines += [f"  {self.memory}"] if self.memory else []
         lines += [f"  {count(self.updated, 'parameter')} updated in it"] if self.updated else []
-        return "\n".join([*lines, *_describe_placements(self.placements)])
-
-
-def _describe_placements(given: Sequence[Placement]) -> list[str]:
-    """Of gradients: the flags are a few bytes of bookkeeping, always copied."""
-    placements = [each for each in given if each.gradient != UNUSED_FLAGS]
-    total = sum(each.nbytes for each in placements)
-    if not total:
-        return []
-    copied = [each for each in placements if each.is_copied]
-    nbytes = sum(each.nbytes for each in copied)
-    lines = [f"  computed in their buckets: {1 - nbytes / total:.1%} of {format_bytes(total)}"]
-    if copied:
-        names = dict.fromkeys((copied[0].gradient, copied[-1].gradient))
-        lines.append(f"  copied {count(len(copied), 'gradient')}, {format_bytes(nbytes)}: {' .. '.join(names)}")
-    return lines
+        # Flags are a few bytes of bookkeeping, always copied.
+        placements = [each for each in self.placements if each.gradient != UNUSED_FLAGS]
+        copied = [each for each in placements if each.is_copied]
+        nbytes, total = (sum(each.nbytes for each in some) for some in (copied, placements))
+        lines += [f"  computed in their buckets: {1 - nbytes / total:.1%} of {format_bytes(total)}"] if total else []
+        if total and copied:
+            names = dict.fromkeys((copied[0].gradient, copied[-1].gradient))
+            lines.append(f"  copied {count(len(copied), 'gradient')}, {format_bytes(nbytes)}: {' .. '.join(names)}")
+        return "\n".join(lines)

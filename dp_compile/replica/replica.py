@@ -80,7 +80,7 @@ class ModuleRefs:
     renormalised: frozenset[int]  # that a forward changes itself: weights of an embedding with `max_norm`
     is_plain: bool  # each gradient is reduced as it is: none is a DTensor, or complex
     beside_shards: bool  # parts are managed by `fully_shard`, whose own hooks do not survive a capture
-    precision: Precision | None = None
+    precision: Precision | None
     hook_handles: tuple[RemovableHandle, ...] = ()
     topic: str = ""  # names its keys in the store: the same on every rank of the group, and for this replica only
     number: int = field(default_factory=lambda: next(_numbers))  # of this replica in this process
@@ -207,18 +207,12 @@ class StepGuard:
         return tuple(map(autograd.version_of, self.parameters))
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Switches:
-    """Of a module, also before it starts with its first forward. `sync`: the next backward is synchronised."""
-
-    sync: bool = True
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class ReplicaState(Switches):
+@dataclass(eq=False, slots=True)
+class ReplicaState:
     """What users switch between backwards, and what backwards change."""
 
     step_guard: StepGuard
+    sync: bool = True  # the next backward is synchronised
     reduces_gradients: bool = True
     """`False`: what follows a synchronised backward (`after.updates`) takes this rank's own gradients, at its end."""
     is_dry_run: bool = False  # backwards are there to be compiled only: nothing is updated in them
@@ -250,27 +244,9 @@ class Replica:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        self._set_plan(self.plan)
-        self.planning.code_key = self._code_key()
         guard = StepGuard(self.parameters, self.module.renormalised, self.config.check_reductions)
         self.state = ReplicaState(step_guard=guard)
-
-    def _set_plan(self, plan: BucketPlan) -> None:
-        """Have a plan, which says whether the memory of its buckets is used again.
-
-        What each rank keeps a part of is there twice in a step, as gradients and as parameters on their way: malloc
-        may give the memory back to the system in between, page by page (52.8 MiB are 13,500 of them).
-        """
-        wish = self.config.gradient_as_bucket_view
-        if wish is None and self.device.type == "cpu":
-            wish = any(bucket.key.reduction.is_scattered for bucket in plan.buckets) or None
-        self.plan = replace(plan, keeps_memory=wish)
-        stages = (stage for bucket in plan.buckets for stage in bucket.key.reduction.stages)
-        self.planning.groups = tuple(dict.fromkeys(stage.group for stage in stages))
-
-    def _code_key(self) -> str:
-        config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
-        return repr((self.group.name, self.plan.for_code(), config))
+        self.adopt(PlanResult(self.plan, self.planning.certificate), self.planning.ready)
 
     @property
     def reduces(self) -> bool:
@@ -317,13 +293,24 @@ class Replica:
             self.hook_memory.backwards += 1
 
     def adopt(self, planned: PlanResult, ready: ReadyTimes) -> None:
-        """Reduce by another plan from now on. Only between backwards, and on every rank."""
-        code_before = self.plan.for_code()
-        self._set_plan(planned.plan)
+        """Reduce by this plan from now on. Only between backwards, and on every rank.
+
+        The memory of buckets is used again if each rank keeps a part of some: that is there twice in a step, as
+        gradients and as parameters on their way, and malloc may give it back to the system in between, page by page
+        (52.8 MiB are 13,500 of them).
+        """
+        code_before, keeps_memory = self.plan.for_code(), self.config.gradient_as_bucket_view
+        if keeps_memory is None and self.device.type == "cpu":
+            keeps_memory = any(bucket.key.reduction.is_scattered for bucket in planned.plan.buckets) or None
+        self.plan = replace(planned.plan, keeps_memory=keeps_memory)
+        stages = (stage for bucket in self.plan.buckets for stage in bucket.key.reduction.stages)
+        self.planning.groups = tuple(dict.fromkeys(stage.group for stage in stages))
         self.planning.certificate, self.planning.ready = planned.certificate, ready
         self.state.bucket_memory.kept.clear()
-        if self.plan.for_code() != code_before:  # else a factor is another one, perhaps in each step: the key is slow
-            self.planning.code_key = self._code_key()
+        code = self.plan.for_code()
+        if code != code_before or not self.planning.code_key:  # not for each new factor: the key is slow
+            config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
+            self.planning.code_key = repr((self.group.name, code, config))
             self.history.captures_of_other_plans = len(self.history.captures)
             self.history.structures.clear()
 
@@ -377,9 +364,7 @@ class Replica:
         """Whether the module has nowhere the parameter that it had: tied to another, for one."""
         if self.module.precision is not None and self.module.precision.depth:
             return False
-        parameter, name = self.parameters[index], self.names[index]
-        places = [place for place in self.module.parameter_refs if place.name == name]
-        return bool(places) and all(place.find() is not parameter for place in self.module.parameter_refs)
+        return all(place.find() is not self.parameters[index] for place in self.module.parameter_refs)
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:
         names = [self.names[index] for index in indices[:most]]

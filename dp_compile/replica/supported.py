@@ -41,14 +41,7 @@ _IS_THERE: Final[Mapping[str, Callable[[Replica], bool]]] = {
 }
 
 _TWO_AVERAGES: Final = "a comm hook would average gradients differently. Use one of the two."
-_OF_A_PLAN: Final = (
-    "{added} reduces the buckets of a plan, over all ranks at once: %s. Leave that option as it is by default, or use "
-    "another hook."
-)
-_WHOLE: Final = (
-    "{added} needs whole gradients, but {module} has a sharded optimizer, for which each rank reduces a part. Use "
-    "in_backward() without shard=True."
-)
+
 _IS_SPARSE: Final = (
     "the gradient of {sparse} is sparse, and {added} does not support sparse gradients. Build its module with "
     "sparse=False, or leave that out."
@@ -60,10 +53,16 @@ _CALLS: Final = NO_REDUCTION, OPTIMIZER, SHARD, COMM_HOOK, HAS_RUN
 _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced, so their averaging cannot be configured.",
     (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which determines the divisor of gradients.",
-    (COMM_HOOK, SHARD): _WHOLE,
+    (COMM_HOOK, SHARD): (
+        "{added} needs whole gradients, but {module} has a sharded optimizer, for which each rank reduces a part. Use "
+        "in_backward() without shard=True."
+    ),
     (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Only one may be registered.",
     (COMM_HOOK, HAS_RUN): "a backward of {module} has run already. Register comm hooks before the first one.",
-    (FUNCTIONAL_HOOK, TWO_LEVELS): _OF_A_PLAN % "the device_mesh has two dimensions",
+    (FUNCTIONAL_HOOK, TWO_LEVELS): (
+        "{added} reduces the buckets of a plan, over all ranks at once: the device_mesh has two dimensions. Leave that "
+        "option as it is by default, or use another hook."
+    ),
     (CALLED_HOOK, TWO_LEVELS): (
         "{added} reduces over one group, but the device_mesh of {module} has two dimensions. Use a hook of torch's "
         "that only casts, or one dimension."

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -34,26 +35,16 @@ from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.cost import AllReduceCost, CostFit, fit
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Stage
+from dp_compile.replica import store_channel
 from dp_compile.replica.group import Group, group_on, resolve_group
 from dp_compile.replica.replica import Replica
-from dp_compile.replica.store_channel import (
-    all_gather_object,
-    broadcast_object,
-    channel_of,
-    check_consistent_in_call,
-    unique_topic,
-)
 
 logger = logging.getLogger("dp_compile.calibration")
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
-REPETITIONS: Final = 7
 SWEEPS: Final = 3
 """So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
-QUICK_REPETITIONS: Final = 5
-QUICK_S: Final = 0.1
-"""So many seconds, and no larger size than `LEAST_NBYTES` follows, where the measurement was not asked for."""
 LEAST_NBYTES: Final = 2**18
 """Smaller messages do not tell a bandwidth: what a busy machine adds to each is more than they take."""
 WORST_SPREAD: Final = 0.3
@@ -94,8 +85,8 @@ def calibrate(
     device = torch.device(distributed.working_device(group) if device is None else device)
     on_device = group_on(group, device.type)
     # A collective with a rank that never comes would end with an error that names no rank.
-    check_consistent_in_call(on_device, {}, "calibrate()")
-    return _Sweep(replace(on_device, levels=resolved.levels), device, REPETITIONS, statistics.median).fit()
+    store_channel.check_consistent_in_call(on_device, {}, "calibrate()")
+    return _Sweep(replace(on_device, levels=resolved.levels), device, 7, statistics.median).fit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +97,7 @@ class _Sweep:
     device: torch.device
     repetitions: int  # of each size
     typical: Callable[[Sequence[float]], float]  # which of their times counts
-    limit_s: float = math.inf  # after so long no larger size follows
+    limit_s: float = math.inf  # after so long no larger size than `LEAST_NBYTES` follows
 
     def fit(self) -> CostFit:
         """What a collective costs on the group, and on its levels. Raises `ConfigError` as `calibrate`."""
@@ -176,10 +167,10 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
     """
     group, device, known = replica.group, replica.device, _links.setdefault(replica.group.process_group, {})
     if device.type not in known:
-        channel = channel_of(replica)
-        hosts = Counter(all_gather_object(channel, unique_topic(replica, "hosts"), socket.gethostname()))
+        channel, topic = store_channel.channel_of(replica), partial(store_channel.unique_topic, replica)
+        hosts = Counter(store_channel.all_gather_object(channel, topic("hosts"), socket.gethostname()))
         file, key, keeps = _file(), _key(group, device, hosts.values()), link_source() == REMEMBERED
-        found = broadcast_object(channel, unique_topic(replica, "link"), _read(file).get(key) if keeps else None)
+        found = store_channel.broadcast_object(channel, topic("link"), _read(file).get(key) if keeps else None)
         if found is not None:
             known[device.type] = AllReduceCost.from_dict(found)
         else:
@@ -192,7 +183,7 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
 def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
     """The shortest times count: what else a machine does makes them longer. The same on every rank."""
     try:
-        found = _Sweep(group, device, QUICK_REPETITIONS, min, QUICK_S).fit()
+        found = _Sweep(group, device, 5, min, limit_s=0.1).fit()
     except ConfigError as error:
         logger.info("the cost of the link stays nominal: %s", error)
         return None

@@ -22,7 +22,7 @@ from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replica.group import resolve_group
 from dp_compile.replica.precision import ATTRIBUTE, Precision
 from dp_compile.replication.join import ReplicaJoinable, join
-from dp_compile.replication.module import ReplicatedModule, moved, remove_forward_hooks, replica_of, unwrap, wrap
+from dp_compile.replication.module import ReplicatedModule, moved, remove_forward_hooks, replica_of, unwrap
 from dp_compile.replication.replicate import OPTIONS, merge_options, options_of_torch, replicate_module
 from dp_compile.replication.selection import device_of, is_waiting
 
@@ -116,7 +116,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         self.module = replicate_module(
             module, given, process_group=process_group, device_mesh=device_mesh, config=config, keeps_class=True
         )
-        wrap(self, unwrap(self.module))
+
         config = replica_of(self).config
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -156,6 +156,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
 
+    _dp_compile_wraps = True  # `inner_module` finds the replicated module in it
     no_sync, register_comm_hook = ReplicatedModule.no_sync, ReplicatedModule.register_comm_hook
 
     def join(

@@ -15,19 +15,11 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import is_number, require
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.planner import PlanResult, assumed_times, plan_fixed, plan_optimal, plan_per_module
+from dp_compile.replica import supported
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.group import Group
 from dp_compile.replica.replica import PlanState, Replica, warn
 from dp_compile.replica.store_channel import check_consistent_in_call, propagate_errors
-from dp_compile.replica.supported import (
-    AVERAGING,
-    CALLED_HOOK,
-    COMM_HOOK,
-    DIVIDE_FACTOR,
-    FUNCTIONAL_HOOK,
-    HOOK_OF_VALUES,
-    check_supported,
-)
 
 logger = logging.getLogger("dp_compile.comm_hook")
 
@@ -91,7 +83,7 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
     with propagate_errors(replica, "set_gradient_divide_factor()"):
         is_factor = is_number(factor) and 0 < factor < math.inf
         require(is_factor, "gradient_divide_factor", "a finite number > 0", factor)
-        check_supported(replica, (AVERAGING, DIVIDE_FACTOR), module=name)
+        supported.check_supported(replica, (supported.AVERAGING, supported.DIVIDE_FACTOR), module=name)
     check_consistent_in_call(replica, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     averaging = replica.group.averaging
     if averaging.divide_by != factor:
@@ -104,11 +96,11 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
 def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
     """See `ReplicatedModule.register_comm_hook`. `name`: of the module's class."""
     with propagate_errors(replica, "register_comm_hook()"):
-        check_supported(replica, (AVERAGING, COMM_HOOK), module=name)
+        supported.check_supported(replica, (supported.AVERAGING, supported.COMM_HOOK), module=name)
         hook = make_comm_hook(state, function, replica.group.process_group, replica.group.backend)
-        kinds = [FUNCTIONAL_HOOK] if hook.memory is not None else [CALLED_HOOK] if hook.is_called else []
-        kinds += [HOOK_OF_VALUES] if hook.averaging.hook is not None else []
-        check_supported(replica, tuple(kinds), added=f"comm hook {hook.name}", module=name)
+        kinds = [supported.FUNCTIONAL_HOOK] * (hook.memory is not None) + [supported.CALLED_HOOK] * hook.is_called
+        kinds += [supported.HOOK_OF_VALUES] * (hook.averaging.hook is not None)
+        supported.check_supported(replica, tuple(kinds), added=f"comm hook {hook.name}", module=name)
         if isinstance(hook.function, FunctionalHook):
             hook.state.prepare(hook.function, replica.names, replica.parameters)
     check_consistent_in_call(replica, {"comm hook": hook.statement}, "register_comm_hook()")

@@ -14,7 +14,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, SupportsIndex
+from types import SimpleNamespace
+from typing import Any, ClassVar, Final, SupportsIndex
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from dp_compile.config import HOOK_VARIABLE
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replica.module_names import class_name
 from dp_compile.replica.precision import ATTRIBUTE, Precision
-from dp_compile.replica.replica import Replica, Switches
+from dp_compile.replica.replica import Replica
 from dp_compile.replication import gradient_averaging
 
 
@@ -281,7 +282,7 @@ class Pending(Installed):
 
     def __init__(self, root: nn.Module, start: Callable[[nn.Module, Pending], None]) -> None:
         self._root, self._start = weakref.ref(root), start
-        self.state = Switches()
+        self.state = SimpleNamespace(sync=True)  # of `ReplicaState` what users may set before the start
         self.comm_hooks: list[tuple[Any, HookFunction]] = []
         """Arguments of `register_comm_hook`; registered after the start."""
 
@@ -302,21 +303,8 @@ def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> No
 
 # --- from a module to its state ---------------------------------------------------------------------------------
 
-_state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
-_wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def set_state(module: nn.Module, state: Replica | Pending | None) -> None:
-    """Register the state of a module for the functions below, by weak reference; `None` removes it."""
-    if state is None:
-        _state_of.pop(module, None)
-    else:
-        _state_of[module] = weakref.ref(state)
-
-
-def wrap(outer: nn.Module, inner: nn.Module) -> None:
-    """Register `outer` as wrapper: `report`, `no_sync` and `unreplicate` of it use the state of `inner`."""
-    _wrapped_by[outer] = weakref.ref(inner)
+states: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]]] = weakref.WeakKeyDictionary()
+"""By each replicated module its state."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -328,14 +316,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def inner_module(module: nn.Module) -> nn.Module:
     """Return the replicated module inside a `torch.compile` result and inside the wrapper class."""
-    inner = unwrap(module)
-    wrapped = _wrapped_by.get(inner) if isinstance(inner, nn.Module) else None
-    return (wrapped() if wrapped else None) or inner
+    inner: Any = unwrap(module)
+    return unwrap(inner.module) if hasattr(type(inner), "_dp_compile_wraps") else inner
 
 
 def find_state(module: nn.Module) -> Replica | Pending | None:
     """Return the state of a replicated module, or of one that waits for its first forward; `None` for others."""
-    found = _state_of.get(inner_module(module))
+    found = states.get(inner_module(module))
     return found() if found else None
 
 
@@ -373,7 +360,7 @@ def is_replicated(module: nn.Module) -> bool:
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """Return the separately replicated submodules and wrappers of such submodules, outermost first."""
-    if len(_state_of) <= is_replicated(module):
+    if len(states) <= is_replicated(module):
         return []  # nothing else is replicated: saves a traversal in each micro step
     return [each for each in module.modules() if each is not module and is_replicated(each)]
 

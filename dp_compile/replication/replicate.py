@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -34,29 +36,14 @@ from dp_compile.plan.reduction import Averaging
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.group import Group, group_on, resolve_group
 from dp_compile.replica.module_names import class_name
-from dp_compile.replica.precision import install_precision, make_precision
+from dp_compile.replica.precision import ATTRIBUTE, make_precision
 from dp_compile.replica.replica import Replica, owners
 from dp_compile.replica.store_channel import Statement, check_consistent_in_call, propagate_errors
 from dp_compile.replica.supported import REDUCE_DTYPE, TWO_LEVELS, check_supported
+from dp_compile.replication import module as modules
 from dp_compile.replication import selection
 from dp_compile.replication.calibration import remembered_cost
 from dp_compile.replication.gradient_averaging import make_plan, register_comm_hook
-from dp_compile.replication.module import (
-    ForwardCheck,
-    InputMover,
-    Pending,
-    find_state,
-    give_class,
-    inner_module,
-    original_class,
-    parts_of,
-    refuse_traced_backward,
-    remove_forward_hooks,
-    replicated_class,
-    set_state,
-    state_of,
-    unwrap,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -173,7 +160,7 @@ def replicate_module(
             fake process group and `check_reductions=False`, as flags cannot be read there.
         keeps_class: do not change the module's class, because a wrapper has the methods; as torch's DDP.
     """
-    group, inner = resolve_group(process_group, device_mesh), unwrap(module)
+    group, inner = resolve_group(process_group, device_mesh), modules.unwrap(module)
     with propagate_errors(group, CALL):
         options = merge_options(config, given)
         if not isinstance(inner, nn.Module):
@@ -189,24 +176,29 @@ def replicate_module(
         )
         return module
     with propagate_errors(group, CALL):
-        if state := find_state(inner):
-            waits = ", it starts with its first forward" * isinstance(state, Pending)
+        if state := modules.find_state(inner):
+            waits = ", it starts with its first forward" * isinstance(state, modules.Pending)
             raise UnsupportedModuleError(
                 f"{class_name(inner)} is replicated already{waits}. Call dp_compile.unreplicate() on it, or on its "
                 "DistributedDataParallel, to give other options."
             )
-        parts = frozenset(parts_of(inner))
+        parts = frozenset(modules.parts_of(inner))
         ignored = selection.check_ignored(ignored_modules) | parts
         device = None if device_id is None else selection.device_of(device_id, "device_id")
         request = _Request(group, options, bucket_policy, ignored, device, needs_values, keeps_class)
-        selection.check_not_managed(inner, request.ignored, parts)
-        waiting = needs_values and selection.is_waiting(inner, request.ignored)
+        selection.check_not_managed(inner, ignored, parts)
+        waiting = needs_values and selection.is_waiting(inner, ignored)
         if waiting:
-            _wait_for_forward(inner, request)
+            kind = modules.replicated_class(inner, waiting=True, casts=options.casts)  # a wrapper waits for no values
+            pending = modules.Pending(inner, partial(_start, request))
+            for owner in dict.fromkeys((inner, *selection.owning_modules(inner, ignored))):
+                owner.register_forward_pre_hook(pending)
+            modules.states[inner] = weakref.ref(pending)
+            modules.give_class(inner, kind)
     if not waiting:
-        _start(inner, request)
+        _start(request, inner)
     if device is not None and device.type != "cpu":
-        inner.register_forward_pre_hook(InputMover(device), with_kwargs=True)
+        inner.register_forward_pre_hook(modules.InputMover(device), with_kwargs=True)
     return module
 
 
@@ -218,7 +210,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
     Raises:
         UnsupportedModuleError: the module is not replicated.
     """
-    state, inner = state_of(module), inner_module(module)
+    state, inner = modules.state_of(module), modules.inner_module(module)
     if isinstance(state, Replica):
         for handle in state.module.hook_handles:
             handle.remove()
@@ -230,11 +222,12 @@ def unreplicate(module: ModuleT) -> ModuleT:
         owners.remove(state)
     else:
         for submodule in inner.modules():
-            remove_forward_hooks(submodule, only=state)  # not those of parts
-    remove_forward_hooks(inner)
-    install_precision(inner, None)
-    give_class(inner, original_class(inner))
-    set_state(inner, None)
+            modules.remove_forward_hooks(submodule, only=state)  # not those of parts
+    modules.remove_forward_hooks(inner)
+    if (precision := vars(inner).pop(ATTRIBUTE, None)) is not None:
+        precision.forget()
+    modules.give_class(inner, modules.original_class(inner))
+    modules.states.pop(inner, None)
     return module
 
 
@@ -248,7 +241,7 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
         config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
     )
     if options.uses_python_hook():
-        refuse_traced_backward()
+        modules.refuse_traced_backward()
         if compiler.python_reducer_mode():
             raise ConfigError(
                 "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then add Python hooks to its "
@@ -295,18 +288,28 @@ def options_of_torch(
 # --- select, check, agree, install ------------------------------------------------------------------------------
 
 
-def _start(module: nn.Module, request: _Request, pending: Pending | None = None) -> None:
+def _start(request: _Request, module: nn.Module, pending: modules.Pending | None = None) -> None:
     """Replicate a module whose parameters have values."""
-    config = request.config
+    config, policy = request.config, request.bucket_policy
     with propagate_errors(request.group, CALL):
         target = selection.select(module, request.ignored)
         copies_buffers = config.copies_buffers_at_start or config.broadcast_buffers
         selection.check(target, request.device, copies_buffers=copies_buffers, needs_values=request.needs_values)
         selection.check_dtensors(target, request.group.process_group)
         precision = make_precision(module, config, target.parameters.values(), target.left_alone)
-        kind = None if request.keeps_class else replicated_class(module, casts=config.casts)
-        replica = _make_replica(target, request)
-        replica.module.precision = precision
+        kind = type(module) if request.keeps_class else modules.replicated_class(module, casts=config.casts)
+        parameters, names, refs = tuple(target.trainable.values()), tuple(target.trainable), target.refs(precision)
+        wire = config.wire_dtype(parameters)
+        averaging = Averaging(None if wire is None else str(wire).removeprefix("torch."), config.gradient_divide_factor)
+        group = group_on(request.group.process_group, parameters[0].device.type)
+        group = dataclasses.replace(group, averaging=averaging, levels=request.group.levels)
+        gradients = gradient_specs(parameters, names, group, refs.sparse)
+        units = None if policy is None else selection.units_of(module, policy, target.left_alone)
+        plan, planning = make_plan(gradients, group, config, units)
+        replica = Replica(
+            parameters=parameters, names=names, module=refs, group=group, config=config, plan=plan, planning=planning
+        )
+        check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
         statement = _statement(target, replica)
     # Outside propagate_errors(), which reports an error of this rank alone: this compares the statements of all ranks.
     replica.module.topic = check_consistent_in_call(request.group, statement, CALL)
@@ -316,38 +319,24 @@ def _start(module: nn.Module, request: _Request, pending: Pending | None = None)
     states = [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *buffers]
     if replica.group.world_size > 1:
         distributed.broadcast(states, replica.group.process_group)
-    if pending is not None:
-        replica.state.sync = pending.state.sync
     owners.add(replica)
     install_hooks(replica)
-    set_state(module, replica)
+    modules.states[module] = weakref.ref(replica)
     # Not module.register_...: a ScriptModule rejects hooks that were not scripted with it there, but runs this one.
-    nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
+    nn.Module.register_forward_pre_hook(module, modules.ForwardCheck(replica))
     install_entry()
     MONITOR.watch(replica)
-    install_precision(module, precision)
-    if kind is not None:
-        give_class(module, kind)
+    if precision is not None:
+        vars(module)[ATTRIBUTE] = precision
+    modules.give_class(module, kind)
     logger.info("the plan: %s", describe_plan(replica))
-    for state, hook in () if pending is None else pending.comm_hooks:
-        register_comm_hook(replica, class_name(module), state, hook)
-
-
-def _make_replica(target: selection.Selection, request: _Request) -> Replica:
-    config = request.config
-    parameters, names, refs = tuple(target.trainable.values()), tuple(target.trainable), target.refs()
-    wire = config.wire_dtype(parameters)
-    averaging = Averaging(None if wire is None else str(wire).removeprefix("torch."), config.gradient_divide_factor)
-    group = group_on(request.group.process_group, parameters[0].device.type)
-    group = dataclasses.replace(group, averaging=averaging, levels=request.group.levels)
-    gradients, policy = gradient_specs(parameters, names, group, refs.sparse), request.bucket_policy
-    units = None if policy is None else selection.units_of(target.module, policy, target.left_alone)
-    plan, planning = make_plan(gradients, group, config, units)
-    replica = Replica(
-        parameters=parameters, names=names, module=refs, group=group, config=config, plan=plan, planning=planning
-    )
-    check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
-    return replica
+    if pending is not None:
+        replica.state.sync = pending.state.sync
+        for state, hook in pending.comm_hooks:
+            register_comm_hook(replica, class_name(module), state, hook)
+        for submodule in module.modules():
+            modules.remove_forward_hooks(submodule, only=pending)
+        compiler.forget_calls_that_broke()
 
 
 def _statement(target: selection.Selection, replica: Replica) -> Statement:
@@ -373,24 +362,3 @@ def _statement(target: selection.Selection, replica: Replica) -> Statement:
         "plan": replica.plan.signature(),
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }
-
-
-# --- lazy and meta-device parameters ----------------------------------------------------------------------------
-
-
-def _wait_for_forward(module: nn.Module, request: _Request) -> None:
-    """Replicate the module in its first forward, when every parameter has a value."""
-
-    def start(root: nn.Module, pending: Pending) -> None:
-        _start(root, request, pending)
-        for submodule in root.modules():
-            remove_forward_hooks(submodule, only=pending)
-        compiler.forget_calls_that_broke()
-
-    pending, casts = Pending(module, start), request.config.casts
-    kind = None if request.keeps_class else replicated_class(module, waiting=True, casts=casts)
-    for owner in dict.fromkeys((module, *selection.owning_modules(module, request.ignored))):
-        owner.register_forward_pre_hook(pending)
-    set_state(module, pending)
-    if kind is not None:
-        give_class(module, kind)

@@ -22,6 +22,7 @@ from dp_compile._torch.missing import loaded
 from dp_compile._torch.optim import steps_in_backward
 from dp_compile.errors import ConfigError, UnsupportedModuleError, require
 from dp_compile.replica.module_names import by_qualified_name, class_name, fully_qualified
+from dp_compile.replica.precision import Precision
 from dp_compile.replica.replica import ModuleRefs, ParameterRef, owners
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Selection:
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.trainable | self.frozen
 
-    def refs(self) -> ModuleRefs:
+    def refs(self, precision: Precision | None) -> ModuleRefs:
         """Where all of it is found again. Sparse gradients are those that torch's DDP looks for, too."""
         modules, trainable = list(self.module.modules()), list(self.trainable.values())
         embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
@@ -70,13 +71,14 @@ class Selection:
             renormalised=indices(each for module in shortened for each in module.parameters(recurse=False)),
             is_plain=not any(is_dtensor(each) or each.is_complex() for each in trainable),
             beside_shards=any(map(_is_fully_sharded, self.left_alone)),
+            precision=precision,
         )
 
     def _places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[ParameterRef, ...]:
         """Every place of each of these tensors: tied ones have several."""
         chosen = set(map(id, tensors.values()))
         return tuple(
-            ParameterRef(weakref.ref(owner), attribute, name)
+            ParameterRef(weakref.ref(owner), attribute, fully_qualified(name))
             for owner, attribute, name, tensor in _placed(self.module)
             if id(tensor) in chosen
         )
@@ -107,26 +109,24 @@ def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.
 
 
 def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """Owner, attribute, fully qualified name and tensor, once for each place of a parameter or a buffer."""
+    """Owner, attribute, name as the module has it and tensor, once for each place of a parameter or a buffer."""
     for prefix, owner in module.named_modules():
         parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
         for attribute, tensor in (*parameters, *owner.named_buffers(recurse=False, remove_duplicate=False)):
-            yield owner, attribute, fully_qualified(f"{prefix}.{attribute}" if prefix else attribute), tensor
+            yield owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, tensor
 
 
 def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer that is not left alone, once, with its name as the module has it."""
-    left_alone = _left_alone(module, ignored)
-    seen = {id(tensor) for each in left_alone for tensor in (*each.parameters(), *each.buffers())}
+    seen = {id(tensor) for each in _left_alone(module, ignored) for tensor in (*each.parameters(), *each.buffers())}
     # What torch's DDP leaves alone because the module names it: torchrec and TRL do.
     names = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     named = (*module.named_parameters(), *module.named_buffers()) if names else ()
     seen |= {id(tensor) for name, tensor in named if name in names or fully_qualified(name) in names}
-    for prefix, submodule in module.named_modules(memo={*left_alone}):  # not into these
-        for name, tensor in (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield (f"{prefix}.{name}" if prefix else name), tensor
+    for _, _, name, tensor in _placed(module):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
@@ -171,7 +171,7 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
     names: dict[torch.Tensor, list[tuple[bool, str]]] = {}
     for owner, _, name, tensor in _placed(module) if parts else ():
         if isinstance(tensor, nn.Parameter):
-            names.setdefault(tensor, []).append((owner in inside, name))
+            names.setdefault(tensor, []).append((owner in inside, fully_qualified(name)))
     tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
     if tied:
         raise UnsupportedModuleError(

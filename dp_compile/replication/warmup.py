@@ -90,11 +90,11 @@ def warmup(
     kinds = [(True, False), (True, True)] if gradients_kept else [(True, False)]
     kinds += [(False, False), (True, True)] if accumulation else []
     check_consistent_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
-    made = [(compiler.captures(), compiler.compiled_graphs())]
+    made, has_compiled = [(compiler.captures(), compiler.compiled_graphs())], True
     with _without_side_effects(unwrap(module), replicas):
         versions = _versions(module)
         started, of = time.monotonic(), len(examples) * len(kinds)
-        while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
+        while has_compiled and len(made) <= MOST_ROUNDS:
             for number, (batch, (synced, kept)) in enumerate(itertools.product(examples, kinds), start=1):
                 graphs = compiler.compiled_graphs()
                 for each in replicas:
@@ -115,17 +115,13 @@ def warmup(
                     place, so_far = f"round {len(made)}: backward {number} of {of}", time.monotonic() - started
                     logger.info("warm-up, %s compiled %s, %.1f s so far", place, count(new, "graph"), so_far)
             made.append((compiler.captures(), compiler.compiled_graphs()))
+            topic = unique_topic(replica, "a round of warmup()")
+            has_compiled = any(all_gather_object(channel_of(replica), topic, made[-1] != made[-2]))  # on some rank
     check_consistent_in_call(replica, {}, "the end of warmup()")
     for each in replicas:
         each.state.is_warmed_up = True
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     return WarmupRecord((len(made) - 1) * of, captures, graphs, settled=made[-1] == made[-2])
-
-
-def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the last round compiled nothing on any rank. Every rank must call it."""
-    has_compiled = len(made) == 1 or made[-1] != made[-2]
-    return not any(all_gather_object(channel_of(replica), unique_topic(replica, "a round of warmup()"), has_compiled))
 
 
 def _versions(module: nn.Module) -> dict[str, int]:

@@ -83,7 +83,7 @@ def test_calibration_is_on_the_device_of_the_group(works_on, expected, monkeypat
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
         monkeypatch.setattr(distributed, "backend_of", lambda _, kind: of[kind])
         monkeypatch.setattr(calibration._Sweep, "fit", fitted)
-        monkeypatch.setattr(calibration, "check_consistent_in_call", lambda *_, **__: None)
+        monkeypatch.setattr(calibration.store_channel, "check_consistent_in_call", lambda *_, **__: None)
         monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
         assert dist.get_backend() == "undefined"
         dp_compile.calibrate()
