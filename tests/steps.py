@@ -44,7 +44,8 @@ def measured_like(step):
     for each in planned_buckets(step):
         finish_s = max(each.finish_s * 1.1, free_s)
         waited_s = max(0.0, finish_s - max(free_s, step.backward_s * 1.02, each.start_s * 1.1))
-        buckets.append(MeasuredBucket(each.ready_s * 1.02, finish_s, waited_s))
+        launch_s = each.ready_s * 1.02
+        buckets.append(MeasuredBucket(launch_s, finish_s, waited_s, max(launch_s, free_s), finish_s - waited_s))
         free_s = finish_s
     measured = MeasuredStep(max(free_s, step.backward_s * 1.02), tuple(buckets), "torch.profiler trace", 0, 0.02, 0.004)
     return replace(step, measured=measured)

@@ -76,9 +76,6 @@ class Explanation:
         self.exposed_s = None if alone else step.exposed_s
         self.bound_s = step.bound_s + forward_s
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, *, verbose: bool = False) -> str:
         """`verbose`: all buckets, with their members."""
         verdict, *facts = self.summary()
@@ -86,7 +83,16 @@ class Explanation:
         lines += [*_table(self, len(self.buckets) if verbose else MOST_ROWS), ""]
         if verbose:
             lines += [*(f"  bucket {each.number}: {', '.join(each.members)}" for each in self.buckets), ""]
-        return in_columns("\n".join([*lines, *_advice(self)]))
+        if self.advice:
+            lines.append("Advice, each alone, with its predicted gain:")
+        elif self.end_s is not None:
+            lines.append("Advice: none; nothing that was tried gains more than 0.5 % of the predicted end.")
+        for each in self.advice:
+            gain = f"{'up to ' * each.at_most}{each.share:.1%}"
+            lines.append(f"  {gain}{f', {format_ms(each.gain_s)}' * self.step.is_timed}: {each.change}")
+        return in_columns("\n".join(lines))
+
+    __str__ = text
 
     def summary(self) -> Iterator[str]:
         """The verdict, then what was planned, predicted and measured, a line each."""
@@ -118,8 +124,22 @@ class Explanation:
 
     @cached_property
     def buckets(self) -> tuple[ExplainedBucket, ...]:
-        """In launch order."""
-        return tuple(_explained(self.step))
+        """In launch order. `why` names the gradient that releases one, maybe of an earlier one: the largest."""
+        step, seen = self.step, self.step.measured
+        alone = [None] * len(step.plan.buckets)
+        planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
+        measured: Sequence[MeasuredBucket | None] = (() if seen is None else seen.buckets) or alone
+        latest_s, last, place, found = -1.0, "", 0, []
+        for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_gradients(), strict=True)):
+            if (own_s := max(each.ready_s for each in times)) >= latest_s:
+                gradients = [each.gradient for each in bucket.members]
+                ready = [each for each, time in zip(gradients, times, strict=True) if time.ready_s == own_s]
+                released_by = [each for each in ready if each.name != UNUSED_FLAGS] or ready
+                latest_s, last, place = own_s, max(released_by, key=lambda each: each.nbytes).name, number
+            each = planned[number]
+            why = "" if each is None else _why(step, each, last if place == number else f"{last} (bucket {place})")
+            found.append(ExplainedBucket(number, bucket, why, each, measured[number]))
+        return tuple(found)
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
@@ -131,22 +151,6 @@ class Explanation:
 def _end_s(step: Step) -> float:
     """With the next forward, if something ends under it."""
     return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
-
-
-def _explained(step: Step) -> Iterator[ExplainedBucket]:
-    """Each with the gradient that releases it, maybe of an earlier one: the largest."""
-    alone = [None] * len(step.plan.buckets)
-    planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
-    seen: Sequence[MeasuredBucket | None] = (step.measured.buckets if step.measured is not None else ()) or alone
-    latest_s, last, place = -1.0, "", 0
-    for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_gradients(), strict=True)):
-        if (own_s := max(each.ready_s for each in times)) >= latest_s:
-            ready = [each for each, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
-            released_by = [each for each in ready if each.gradient.name != UNUSED_FLAGS] or ready
-            latest_s, last, place = own_s, max(released_by, key=lambda each: each.gradient.nbytes).gradient.name, number
-        each = planned[number]
-        why = "" if each is None else _why(step, each, last if place == number else f"{last} (bucket {place})")
-        yield ExplainedBucket(number, bucket, why, each, seen[number])
 
 
 def _why(step: Step, planned: Launch, released_by: str) -> str:
@@ -240,16 +244,3 @@ def _table(this: Explanation, most: int) -> Iterator[str]:
     yield from table(rows, left=[len(rows[0]) - 1])
     if len(shown) < len(this.buckets):
         yield f"... and {len(this.buckets) - len(shown)} more: --buckets, text(verbose=True)"
-
-
-def _advice(this: Explanation) -> Iterator[str]:
-    if this.end_s is None:
-        return
-    if not this.advice:
-        yield "Advice: none; nothing that was tried gains more than 0.5 % of the predicted end."
-        return
-    yield "Advice, each alone, with its predicted gain:"
-    for each in this.advice:
-        most = "up to " if each.at_most else ""
-        gain = f"{most}{each.share:.1%}" + (f", {format_ms(each.gain_s)}" if this.step.is_timed else "")
-        yield f"  {gain}: {each.change}"

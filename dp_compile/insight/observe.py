@@ -80,6 +80,18 @@ def report(module: nn.Module) -> Report:
         which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
         kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
         notes.append(f"memory that backwards use again: {kept}{'' if replica.plan.keeps_memory else which}")
+    promise = ""  # no milliseconds where the backward was not timed, for they look measured
+    if (certificate := replica.planning.certificate) is not None:
+        ready = replica.planning.ready
+        work = "as the parameters' elements" if ready.basis == ASSUMED else "estimated from the captured graph"
+        is_nominal = certificate.crosses and ready.nominal_s is not None
+        length = "what it takes on a nominal device" if is_nominal else "as long as the communication"
+        promise = (
+            f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}\n"
+            f"  if the backward took {length}: predicted end {certificate.promise}; with the length "
+            f"that was measured: explain()\n  work of the backward: {work}\n"
+            f"  planned for an all-reduce that takes {certificate.cost}"
+        )
     return Report(
         replica.mode,
         replica.group.world_size,
@@ -88,25 +100,8 @@ def report(module: nn.Module) -> Report:
         dict(replica.history.backwards),
         updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
         why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
-        promise=_promise(replica),
+        promise=promise,
         notes=tuple(notes),
-    )
-
-
-def _promise(replica: Replica) -> str:
-    """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
-    certificate = replica.planning.certificate
-    if certificate is None:
-        return ""
-    ready = replica.planning.ready
-    work = "as the parameters' elements" if ready.basis == ASSUMED else "estimated from the captured graph"
-    is_nominal = certificate.crosses and ready.nominal_s is not None
-    length = "what it takes on a nominal device" if is_nominal else "as long as the communication"
-    return (
-        f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}\n"
-        f"  if the backward took {length}: predicted end {certificate.promise}; with the length "
-        f"that was measured: explain()\n  work of the backward: {work}\n"
-        f"  planned for an all-reduce that takes {certificate.cost}"
     )
 
 

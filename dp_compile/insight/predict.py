@@ -71,8 +71,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
         return step.cost, step.cost_source
     if step.world_size == 1:
         raise ConfigError(f"the step ran on 1 rank, so the cost on {ranks} is not known. Give a link.")
-    levels = inside if step.cost.inside is not None else 1
-    cost = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=levels)
+    cost = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=inside)
     return cost, f"{step.cost_source}, {count(step.world_size, 'rank')}; computed for {ranks} on such a link"
 
 

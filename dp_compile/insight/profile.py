@@ -207,15 +207,13 @@ class _Timeline:
             begin_us, end_us = min(e.begin_us for e in on_gpu), max(e.end_us for e in on_gpu)
             before = self._kernels_in(backward._replace(end_us=waits[0].begin_us), any_thread=True)
             idle_us = max((e.end_us for e in before if not _communicates(e)), default=zero_us)
-            times_us = (begin_us, end_us, zero_us + max(0.0, end_us - idle_us), begin_us, idle_us)
+            times_us: list[float | None] = [begin_us, end_us, zero_us + max(0.0, end_us - idle_us), begin_us, idle_us]
         else:
             flight, waited_us = self._gloo.get(launch.begin_us), sum(wait.end_us - wait.begin_us for wait in waits)
-            end_us, begin_us = (math.inf, math.inf) if flight is None else (flight.end_us, flight.begin_us)
-            times_us = (launch.begin_us, end_us, zero_us + waited_us, begin_us, waits[0].begin_us)
-        launch_s, finish_s, waited_s, start_s, wait_s = ((each - zero_us) * _US for each in times_us)
-        if finish_s == math.inf:
-            return MeasuredBucket(launch_s, None, waited_s, None, wait_s)
-        return MeasuredBucket(launch_s, finish_s, waited_s, start_s, wait_s)
+            network_us = (None, None) if flight is None else (flight.end_us, flight.begin_us)
+            times_us = [launch.begin_us, network_us[0], zero_us + waited_us, network_us[1], waits[0].begin_us]
+        times_s: list[Any] = [None if each is None else (each - zero_us) * _US for each in times_us]
+        return MeasuredBucket(*times_s)
 
     def _kernels_in(self, span: Event, *, any_thread: bool = False) -> list[Event]:
         """What the host launched on a GPU in a range. Eager backwards launch from a thread of the device's."""

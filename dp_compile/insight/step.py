@@ -16,12 +16,10 @@ from typing import Any, Final, NamedTuple
 from dp_compile.engine.ranges import FORWARD, GATHER, UPDATE
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
+from dp_compile.plan import crossing
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.crossing import FORWARD_SHARE, arrivals, in_order_of_need
-from dp_compile.plan.crossing import Job as CrossingJob
-from dp_compile.plan.crossing import jobs_of as crossing_jobs
 from dp_compile.plan.network import Job, Launch, ReadyGradient, jobs_of, launches, release_time_bound
 from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradients
 from dp_compile.replica.record import OVERLAP_FORWARD, SHARDED, CaptureRecord, OptimizerRecord, Placement
@@ -43,16 +41,15 @@ def format_ms(seconds: float) -> str:
 class MeasuredBucket:
     """One bucket in one measured backward.
 
-    `finish_s`: end of the collective, or of the wait that blocked for it; `None`: the source cannot show it, it was
-    between launch and wait. `waited_s`: how long compute stood still for it. `start_s`: when the network began with it.
-    `wait_s`: when compute came to its first wait.
+    `start_s`, `finish_s`: when the network began with it and ended; `None`: the source cannot show it, it was between
+    launch and wait. `waited_s`: how long compute stood still for it. `wait_s`: when compute came to its first wait.
     """
 
     launch_s: float
     finish_s: float | None
     waited_s: float
-    start_s: float | None = None
-    wait_s: float | None = None
+    start_s: float | None
+    wait_s: float
 
 
 class Followed(NamedTuple):
@@ -66,8 +63,8 @@ class Followed(NamedTuple):
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
-    def holds(self, moment_s: float | None) -> bool:
-        return moment_s is not None and self.start_s <= moment_s <= self.end_s
+    def holds(self, moment_s: float) -> bool:
+        return self.start_s <= moment_s <= self.end_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +91,9 @@ class MeasuredStep:
         exposed = f"exposed {format_ms(self.exposed_s + self.gather_s)}{later}"
         return f"compute {format_ms(self.compute_s)}{updates}, {exposed} ({self.source})"
 
-    def is_after(self, moment_s: float | None) -> bool:
+    def is_after(self, moment_s: float) -> bool:
         """Whether a moment is after the backward."""
-        return moment_s is not None and moment_s >= self.backward_s
+        return moment_s >= self.backward_s
 
     def _lasted(self, what: str, *, after: bool) -> float:
         """How long something that follows reductions took, in the backward or `after` it."""
@@ -197,8 +194,8 @@ class Step:
     @property
     def left(self) -> frozenset[int]:
         """The numbers of the buckets whose reductions may end under the next forward."""
-        crossing = (each for each in self.optimizers if each.way == OVERLAP_FORWARD and each.stayed is not False)
-        return frozenset(number for each in crossing for number in each.left if number < len(self.plan.buckets))
+        deferring = (each for each in self.optimizers if each.way == OVERLAP_FORWARD and each.stayed is not False)
+        return frozenset(number for each in deferring for number in each.left if number < len(self.plan.buckets))
 
     @property
     def gathers_late(self) -> bool:
@@ -229,7 +226,7 @@ class Step:
     @property
     def forward_s(self) -> float:
         """How long the next forward computes: as measured, else an assumed share of the backward."""
-        return self.backward_s * (FORWARD_SHARE if self.forward_share is None else self.forward_share)
+        return self.backward_s * (crossing.FORWARD_SHARE if self.forward_share is None else self.forward_share)
 
     @property
     def forward_share(self) -> float | None:
@@ -322,19 +319,16 @@ class Step:
         )
 
 
-def _each(kind: Callable[..., Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    return lambda given: tuple(kind(**each) for each in given)
-
-
 def _capture(given: dict[str, Any]) -> CaptureRecord:
     memory = given["memory"] and PeakMemory(**given["memory"])
-    lists = {"refusals": _each(Refusal)(given["refusals"]), "placements": _each(Placement)(given["placements"])}
-    return CaptureRecord(**given | lists | {"memory": memory})
+    refusals = tuple(Refusal(**each) for each in given["refusals"])
+    placements = tuple(Placement(**each) for each in given["placements"])
+    return CaptureRecord(**given | {"memory": memory, "refusals": refusals, "placements": placements})
 
 
 def _measured(given: dict[str, Any]) -> MeasuredStep:
-    followed = tuple(Followed(*each) for each in given["follows"])
-    return MeasuredStep(**given | {"buckets": _each(MeasuredBucket)(given["buckets"]), "follows": followed})
+    buckets, follows = given["buckets"], tuple(Followed(*each) for each in given["follows"])
+    return MeasuredStep(**given | {"buckets": tuple(MeasuredBucket(**each) for each in buckets), "follows": follows})
 
 
 _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # by field what makes it of the JSON
@@ -361,8 +355,8 @@ def planned_buckets(step: Step) -> list[Launch]:
         return list(launches(step.jobs(), backward_s=step.backward_s))
     buckets = step.plan.buckets
     given = buckets, step.ready, step.cost, step.backward_s
-    jobs = crossing_jobs(*given, forward_s=step.forward_s, left=[buckets[number] for number in left])
-    found = arrivals(jobs, step.backend.lanes)
+    jobs = crossing.jobs_of(*given, forward_s=step.forward_s, left=[buckets[number] for number in left])
+    found = crossing.arrivals(jobs, step.backend.lanes)
     return [each if number in left else each._replace(needed_s=None) for number, each in enumerate(found)]
 
 
@@ -374,5 +368,5 @@ def gathers_under_the_forward(step: Step) -> list[Launch]:
         if bucket.key.reduction.is_scattered:
             nbytes = sum(member.gradient.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
             read = 1 - max(step.ready.of(member.gradient) for member in bucket.members)
-            jobs.append(CrossingJob(bucket, from_s, from_s + step.forward_s * read, step.cost.seconds(nbytes) / 2))
-    return arrivals(in_order_of_need(jobs))
+            jobs.append(crossing.Job(bucket, from_s, from_s + step.forward_s * read, step.cost.seconds(nbytes) / 2))
+    return crossing.arrivals(crossing.in_order_of_need(jobs))

@@ -1,7 +1,6 @@
 """A step as one list of events, and that list as an SVG picture and as a trace for Perfetto.
 
-Two views on one axis: `planned` is the prediction of `step.planned_buckets`, `measured` what one rank saw. When a
-measured bucket got the network is not known unless a profiler saw it: it is drawn from the end of the bucket before it.
+Two views on one axis: `planned` is the prediction of `step.planned_buckets`, `measured` what one rank saw.
 """
 
 from __future__ import annotations
@@ -77,15 +76,14 @@ def _planned(step: Step) -> Iterator[Event]:
 
 
 def _measured(step: Step, seen: MeasuredStep) -> Iterator[Event]:
-    free_s, exposed = -math.inf, []
+    exposed = []
     for number, each in enumerate(seen.buckets):
-        end_s = each.launch_s if each.finish_s is None else max(each.launch_s, each.finish_s)
-        start_s = min(max(each.launch_s, free_s), end_s) if each.start_s is None else each.start_s
-        name = f"bucket {number}" + (", its end was not seen" if each.finish_s is None else "")
+        start_s, end_s, name = each.start_s, each.finish_s, f"bucket {number}"
+        if start_s is None or end_s is None:
+            start_s, end_s, name = each.launch_s, each.launch_s, f"{name}, its end was not seen"
         yield Event(MEASURED, NETWORK, name, start_s, end_s, number, each.launch_s)
-        free_s = max(free_s, end_s)
-        if each.waited_s and (each.finish_s is not None or each.wait_s is not None):
-            until_s = each.finish_s if each.finish_s is not None else (each.wait_s or 0.0) + each.waited_s
+        if each.waited_s:
+            until_s = each.wait_s + each.waited_s if each.finish_s is None else each.finish_s
             exposed.append((until_s - each.waited_s, until_s))
     if seen.forward_s:
         yield Event(MEASURED, COMPUTE, "forward", -seen.forward_s, 0.0)
@@ -112,8 +110,7 @@ def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-FIRST_PID: Final = 5_000_001
-"""Above any process id that Linux gives (4,194,304), so that a trace can be merged with one of torch.profiler."""
+FIRST_PID: Final = 5_000_001  # above any of Linux (4,194,304): a trace can be merged with one of torch.profiler
 
 
 def timeline_trace(step: Step) -> dict[str, Any]:
@@ -149,7 +146,6 @@ def _us(seconds: float) -> float:
 _WIDTH, _LEFT, _RIGHT, _BAR, _LINE = 1000.0, 130.0, 980.0, 24.0, 17.0
 _INK, _DIM, _RULE = "#1b1f24", "#59636e", "#d9dee3"
 _COLOURS: Final = {COMPUTE: "#5c6670", EXPOSED: "#bf4b00"}
-_NETWORK_COLOUR: Final = "#0067a3"
 
 
 def timeline_picture(step: Step) -> str:
@@ -211,7 +207,7 @@ def _box(step: Step, event: Event, x: float, y: float, scale: float) -> Iterator
         about += f", {format_bytes(bucket.nbytes)}, launched at {step.time_text(event.launch_s)}: {members}"
     shown = max(width - (1 if width > 3 else 0), 0.8)  # one pixel between neighbours
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{shown:.1f}" height="{_BAR:.0f}"'
-    yield f' fill="{_COLOURS.get(event.lane, _NETWORK_COLOUR)}"><title>{escape(about)}</title></rect>'
+    yield f' fill="{_COLOURS.get(event.lane, "#0067a3")}"><title>{escape(about)}</title></rect>'
     fitting = [text for text in (about.partition(":")[0], short) if len(text) * 6.6 < width - 6]
     for text in fitting[:1]:
         yield _text(x + width / 2, y + 16, text, ' fill="#ffffff" text-anchor="middle"')

@@ -79,7 +79,8 @@ def step(backward_s, **changes):
 
 
 def measured(end_s, waited_s):
-    buckets = tuple(MeasuredBucket(0.01 * (number + 1), None, each) for number, each in enumerate(waited_s))
+    times_s = (0.01 * (number + 1) for number in range(len(waited_s)))
+    buckets = tuple(MeasuredBucket(at_s, None, each, None, at_s) for at_s, each in zip(times_s, waited_s, strict=True))
     return MeasuredStep(end_s, buckets, "profiler, median of 5 steps", rank=1)
 
 
@@ -267,8 +268,8 @@ THREE_BUCKETS = step_of_buckets(3)
 
 def test_the_measured_view():
     """The second is launched while the first is on the network, and compute waits for the third twice as long."""
-    buckets = MeasuredBucket(0.003, 0.008, 0.0), MeasuredBucket(0.007, 0.011, 0.0), MeasuredBucket(0.012, 0.02, 0.006)
-    seen = MeasuredStep(0.02, buckets, "stated", forward_s=0.005, optimizer_s=0.001)
+    times_s = (0.003, 0.008, 0.0, 0.003, 0.009), (0.007, 0.011, 0.0, 0.008, 0.011), (0.012, 0.02, 0.006, 0.012, 0.014)
+    seen = MeasuredStep(0.02, tuple(MeasuredBucket(*each) for each in times_s), "stated", 0, 0.005, 0.001)
     events = [each for each in events_of(replace(THREE_BUCKETS, measured=seen)) if each.view == "measured"]
     lines = [f"{each.lane}: {each.name} {each.start_s * 1e3:.6g} to {each.end_s * 1e3:.6g} ms" for each in events]
     assert_expected_inline(
