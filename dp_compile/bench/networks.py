@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Final, NamedTuple
 
 from dp_compile.bench import simulated_group
 from dp_compile.config import LINK_VARIABLE
@@ -89,8 +89,7 @@ class Network:
         return AllReduceCost(_LAUNCH_S + hops * latency_us * 1e-6, hops / ranks * 8e-6 / rate_mbit)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """How to start the ranks of one cell. `spaces`: the network namespace of each process, or empty.
 
     `group_ranks`: ranks of the process group if most of them are simulated.
@@ -125,7 +124,10 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
     for reason, applies in obstacles.items():
         if applies:
             raise NetworkError(reason)
-    _remove_stale()
+    for line in _run("ip netns list").splitlines():  # of runs that were killed
+        match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", line.split()[0])
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            _run(f"ip netns del {match[0]}")
     with ExitStack() as stack:
         spaces = [f"{_PREFIX}{os.getpid()}-{rank}" for rank in range(ranks)]
         for space in spaces:
@@ -150,14 +152,6 @@ def enter(space: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), 0x40000000) != 0:
             raise NetworkError(f"network namespace {space} cannot be entered: {os.strerror(ctypes.get_errno())}.")
-
-
-def _remove_stale() -> None:
-    """Delete the network namespaces of runs that were killed."""
-    for line in _run("ip netns list").splitlines():
-        match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", line.split()[0])
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            _run(f"ip netns del {match[0]}")
 
 
 def _tool(name: str) -> str:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -128,8 +128,7 @@ def load(path: Path) -> Results:
         raise ConfigError(f"{path} is not what `dp-compile bench run` writes. Run the benchmark again.") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(NamedTuple):
     """A ratio of times and the standard error of its logarithm."""
 
     value: float

@@ -54,8 +54,7 @@ def _begin(place: Placement, rank: int, processes: int, directory: str) -> None:
     dist.barrier()
 
 
-this: Final = SimpleNamespace()
-"""Of this process, since `start`: its `trainer` and its `batches`."""
+this: Final = SimpleNamespace()  # of this process, since `start`: its `trainer` and its `batches`
 
 
 def expect(name: str, path: str) -> int:

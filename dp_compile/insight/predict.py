@@ -20,8 +20,7 @@ from dp_compile.plan.words import count
 from dp_compile.replica.record import SHARDED
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
-LINK_INSIDE: Final = "nvlink4"
-"""What joins the ranks of a node in a prediction for two levels of network."""
+LINK_INSIDE: Final = "nvlink4"  # joins the ranks of a node in a prediction for two levels of network
 
 
 def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dtype: str | None = None) -> Step:

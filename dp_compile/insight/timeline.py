@@ -122,10 +122,8 @@ def timeline_trace(step: Step) -> dict[str, Any]:
         trace.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
         for tid, lane in enumerate(LANES):
             if any((event.view, event.lane) == (view, lane) for event in events):
-                trace.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}})
-                trace.append(
-                    {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
-                )
+                for what, shown in (("thread_name", {"name": lane}), ("thread_sort_index", {"sort_index": tid})):
+                    trace.append({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": shown})
         for event in (event for event in events if event.view == view):
             args: dict[str, Any] = {}
             if event.bucket is not None and event.launch_s is not None:

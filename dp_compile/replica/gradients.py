@@ -93,9 +93,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     Source: the layout that torch gives a `.grad` (AccumulateGrad's gradient layout contract).
     """
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
+    for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):
         if stride != expected:
             return torch.empty(tensor.shape, device="meta").stride()
         expected *= size

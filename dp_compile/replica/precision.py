@@ -220,8 +220,7 @@ def make_precision(
                 f"{class_name(module)} has no floating parameter that param_dtype={policy.param_dtype} could "
                 "cast. Leave the policy out."
             )
-    cast_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
-    return Precision(policy.param_dtype, policy.output_dtype, cast_inputs, sites)
+    return Precision(policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs, sites)
 
 
 def _cast_sites(

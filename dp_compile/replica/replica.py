@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,7 @@ class PlanState:
     units: frozenset[str] | None = None  # modules at whose ends buckets end, by fully qualified name, under a policy
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterRef:
+class ParameterRef(NamedTuple):
     """Where a parameter or a buffer was found, and its fully qualified name. Another one may be there since."""
 
     owner: weakref.ref[nn.Module]
@@ -428,5 +427,4 @@ class Owners:
         return len(self._all)
 
 
-owners: Final = Owners()
-"""Every replica in this process."""
+owners: Final = Owners()  # every replica in this process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,8 +12,7 @@ from dp_compile.plan.buckets import Bucket
 from dp_compile.replica.record import OptimizerRecord
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRequest:
+class UpdateRequest(NamedTuple):
     """What one optimizer updates in one backward, if that is captured."""
 
     indices: tuple[int, ...] = ()  # parameters of the module, in the optimizer's order

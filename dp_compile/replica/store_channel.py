@@ -29,8 +29,7 @@ from dp_compile.replica.group import Group
 from dp_compile.replica.replica import Replica
 
 LOOK_EVERY_S: Final = 2.0
-COMPILATION_S: Final = 1800.0
-"""So much longer than its time-out a wait may take while ranks compile."""
+COMPILATION_S: Final = 1800.0  # so much longer than its time-out a wait may take while ranks compile
 
 Statement = Mapping[str, Any]
 _meetings: Final[Counter[str]] = Counter()

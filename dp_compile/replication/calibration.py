@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -41,8 +41,7 @@ from dp_compile.replica.replica import Replica
 
 logger = logging.getLogger("dp_compile.calibration")
 
-SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
-"""Bytes of the sweep: 1 KiB to 16 MiB."""
+SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))  # bytes of the sweep: 1 KiB to 16 MiB
 SWEEPS: Final = 3
 """So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
 LEAST_NBYTES: Final = 2**18
@@ -169,7 +168,10 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
     if device.type not in known:
         channel, topic = store_channel.channel_of(replica), partial(store_channel.unique_topic, replica)
         hosts = Counter(store_channel.all_gather_object(channel, topic("hosts"), socket.gethostname()))
-        file, key, keeps = _file(), _key(group, device, hosts.values()), link_source() == REMEMBERED
+        is_gpu, levels = device.type == "cuda", "" if group.levels is None else f", levels {group.levels.ranks_inside}"
+        hardware = torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()} {os.cpu_count()}"
+        key = f"{group.backend} on {hardware}, ranks by host {sorted(hosts.values())}{levels}"  # such ranks are alike
+        file, keeps = _file(), link_source() == REMEMBERED
         found = store_channel.broadcast_object(channel, topic("link"), _read(file).get(key) if keeps else None)
         if found is not None:
             known[device.type] = AllReduceCost.from_dict(found)
@@ -191,13 +193,6 @@ def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
         logger.info("the cost of the link stays nominal: times of one size differ by %.0f %%", 100 * found.spread)
         return None
     return _in_bins(found.cost)
-
-
-def _key(group: Group, device: torch.device, hosts: Iterable[int]) -> str:
-    """Ranks for which the same figures hold; `hosts`: how many ranks are on each."""
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {os.cpu_count()}"
-    levels = "" if group.levels is None else f", levels {group.levels.ranks_inside}"
-    return f"{group.backend} on {hardware}, ranks by host {sorted(hosts)}{levels}"
 
 
 def _in_bins(cost: AllReduceCost) -> AllReduceCost:

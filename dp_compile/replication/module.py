@@ -283,8 +283,7 @@ class Pending(Installed):
     def __init__(self, root: nn.Module, start: Callable[[nn.Module, Pending], None]) -> None:
         self._root, self._start = weakref.ref(root), start
         self.state = SimpleNamespace(sync=True)  # of `ReplicaState` what users may set before the start
-        self.comm_hooks: list[tuple[Any, HookFunction]] = []
-        """Arguments of `register_comm_hook`; registered after the start."""
+        self.comm_hooks: list[tuple[Any, HookFunction]] = []  # given to `register_comm_hook`, which the start calls
 
     @compiler.untraced("a module starts to be replicated with its first forward; run one before compiling fullgraph")
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:

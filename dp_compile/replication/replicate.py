@@ -6,10 +6,9 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -125,8 +124,7 @@ def replicate(
     return replicate_module(module, options, **arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """The arguments of `replicate`, validated as far as possible without the parameters."""
 
     group: Group

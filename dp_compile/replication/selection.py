@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,7 @@ BucketPolicy: TypeAlias = "Callable[..., bool] | Collection[type[nn.Module]] | M
 `recurse` argument, as `functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """What of a module is replicated, by fully qualified name."""
 
     module: nn.Module

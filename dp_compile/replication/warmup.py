@@ -29,8 +29,7 @@ from dp_compile.replication.module import inner_module, is_replicated, no_sync, 
 logger = logging.getLogger("dp_compile.warmup")
 
 BatchT = TypeVar("BatchT")
-MOST_ROUNDS: Final = 8
-"""Limit of rounds over all batches. Each size that torch makes dynamic needs up to two."""
+MOST_ROUNDS: Final = 8  # over all batches; each size that torch makes dynamic needs up to two
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ def _without_side_effects(module: nn.Module, replicas: Sequence[Replica]) -> Ite
     device = replicas[0].device
     devices = [] if device.type == "cpu" else [device]
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
+    nn.Module.zero_grad(module)
     buffers = [
         (owner, name, buffer, buffer.clone())
         for owner in module.modules()
