@@ -58,7 +58,7 @@ this: Final = SimpleNamespace()  # of this process, since `start`: its `trainer`
 
 
 def expect(name: str, path: str) -> int:
-    """Rank 0 writes the gradients that `start` compares with: eager averages of one rank and of all. Returns bytes."""
+    """Rank 0 writes what `start` compares with: eager average gradients of 1 rank and of all. Returns a set's bytes."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)

@@ -29,7 +29,7 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, buck
 from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
 from dp_compile.plan.planner import ESTIMATED, ReadyTimes, assumed_times
 from dp_compile.plan.words import WIDTH
-from dp_compile.replica.record import OVERLAP_FORWARD, CaptureRecord, OptimizerRecord, Placement
+from dp_compile.replica.record import CaptureRecord, Placement
 
 KEY = bucket_key("", "sum", "float32", "cuda")
 MB = 2**20
@@ -163,11 +163,6 @@ def test_advice_that_can_be_followed():
     alone = Explanation(step(0.004, world_size=1))
     assert (alone.end_s, alone.exposed_s, alone.advice) == (None, None, ())
     assert "there is one rank" in " ".join(str(alone).split())
-
-
-def test_a_step_made_by_hand_without_flags_may_overlap_the_next_forward():
-    made = replace(step_of_buckets(3), optimizers=(OptimizerRecord("SGD", OVERLAP_FORWARD, 1, left=(0, 1, 2)),))
-    assert "3 of 3 buckets may end under the next forward" in str(Explanation(made))
 
 
 def test_the_command(tmp_path, capsys):
