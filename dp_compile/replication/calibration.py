@@ -186,13 +186,12 @@ def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
     """The shortest times count: what else a machine does makes them longer. The same on every rank."""
     try:
         found = _Sweep(group, device, 5, min, limit_s=0.1).fit()
+        if found.spread > WORST_SPREAD:
+            raise ConfigError(f"times of one size differ by {100 * found.spread:.0f} %")
+        return _in_bins(found.cost)
     except ConfigError as error:
         logger.info("the cost of the link stays nominal: %s", error)
         return None
-    if found.spread > WORST_SPREAD:
-        logger.info("the cost of the link stays nominal: times of one size differ by %.0f %%", 100 * found.spread)
-        return None
-    return _in_bins(found.cost)
 
 
 def _in_bins(cost: AllReduceCost) -> AllReduceCost:
