@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import fx
@@ -30,14 +30,13 @@ from dp_compile.passes.reduction import (
     FACTOR,
     FLAT_BUCKET,
     HOOK_STEP,
-    GradReduction,
     dtype_of_product,
     finished,
     reduce_bucket,
     reductions_in,
 )
 from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import Bucket, BucketPlan, Member
+from dp_compile.plan.buckets import Bucket, BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -58,25 +57,22 @@ class BucketReductions:
         # Positions once for all buckets: they take as long as the graph is large.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
-        for replica, reductions in sorted(by_replica(reductions_in(graph), plans).items()):
-            staged: list[list[fx.Node]] = []
-            stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
-            for number, bucket in enumerate(plans[replica].buckets):
-                parts = parts_of(bucket, reductions)
-                last = max((part.reduction.node for part in parts), key=position.__getitem__)
-                unit, keeps = (replica, number), plans[replica].keeps_memory
-                ops = GraphOps(graph, last, bucket, parts, unit, keeps, self.zero_gaps)
+        for replica, found in sorted(planned_reductions(graph, plans).items()):
+            plan, staged = plans[replica], list[list[fx.Node]]()
+            for number, bucket in enumerate(plan.buckets):
+                reductions = [found[member.gradient.index] for member in bucket.members]
+                last = max(reductions, key=position.__getitem__)
+                ops = GraphOps(graph, last, bucket, reductions, (replica, number), plan.keeps_memory, self.zero_gaps)
                 reduced, is_scattered = finished(reduce_bucket(bucket, ops)), bucket.key.reduction.is_scattered
-                for part in parts:
-                    views[part.reduction.node] = reduced if is_scattered else ops.view_back(reduced, part)
+                for place, node in enumerate(reductions):
+                    views[node] = reduced if is_scattered else ops.view_back(reduced, place)
                 staged.append(ops.launches)
-            launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
+            order = launch_order([bucket.key.reduction.stages for bucket in plan.buckets])
+            launches += [staged[number][stage] for number, stage in order]
         edit.replace_uses(views)
-        for node in views:
-            _erase(node)
-        if launches:
-            # A reduced gradient may have been used before the last member of its bucket was ready.
-            edit.reorder(graph, edit.stable_order(graph, chain=chain_of(launches)))
+        # A reduced gradient may have been used before the last member of its bucket was ready.
+        edit.reorder(graph, edit.stable_order(graph, chain=chain_of(launches)))
+        graph.eliminate_dead_code()  # the reductions, and views and casts that only they read
         return PassResult()
 
 
@@ -100,56 +96,43 @@ def nan_check_is_on() -> bool:
     return os.environ.get("TORCH_NCCL_NAN_CHECK", "").strip().lower() in ("1", "y", "yes", "t", "true")
 
 
-def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]) -> dict[int, dict[int, GradReduction]]:
-    """The reductions of a graph by replica and index; an error if one is not planned, or there twice."""
-    names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
-    found: dict[int, dict[int, GradReduction]] = {}
-    for reduction in reductions:
-        replica, index, problem = reduction.replica, reduction.index, ""
+def planned_reductions(graph: fx.Graph, plans: Sequence[BucketPlan]) -> dict[int, dict[int, fx.Node]]:
+    """The reductions of a graph by replica and index.
+
+    An error if one is not planned, there twice or of another kind of tensor, or one of these replicas' is missing.
+    """
+    planned = {(replica, each.index): each for replica, plan in enumerate(plans) for each in plan.gradients}
+    found: dict[int, dict[int, fx.Node]] = {}
+    for node, (grad, index, replica) in reductions_in(graph).items():
         if not 0 <= replica < len(plans):
-            problem = f"{reduction.node.name} belongs to replica {replica}, but there are plans for {len(plans)} only"
-        elif index not in names[replica]:
-            problem = f"gradient {index} of replica {replica} is reduced in the graph, but not planned"
-        elif index in found.setdefault(replica, {}):
-            problem = f"the gradient of {names[replica][index]} is reduced more than once"
-        if problem:
-            raise InvalidGraphError(problem)
-        found[replica][index] = reduction
-    return found
-
-
-class Part(NamedTuple):
-    """A member of a bucket: its number there, and the reduction that it replaces."""
-
-    number: int
-    member: Member
-    reduction: GradReduction
-
-
-def parts_of(bucket: Bucket, reductions: Mapping[int, GradReduction]) -> list[Part]:
-    """The members of a bucket with their reductions; an error if one is missing or of another kind of tensor."""
-    parts: list[Part] = []
-    for number, member in enumerate(bucket.members):
-        gradient, reduction = member.gradient, reductions.get(member.gradient.index)
-        if reduction is None:
-            raise InvalidGraphError(f"the plan reduces the gradient of {gradient.name}, but the graph does not")
-        value = reduction.grad.meta["val"]
+            raise InvalidGraphError(
+                f"{node.name} belongs to replica {replica}, but there are plans for {len(plans)} only"
+            )
+        if (gradient := planned.get((replica, index))) is None:
+            raise InvalidGraphError(f"gradient {index} of replica {replica} is reduced in the graph, but not planned")
+        if found.setdefault(replica, {}).setdefault(index, node) is not node:
+            raise InvalidGraphError(f"the gradient of {gradient.name} is reduced more than once")
+        value, kind = grad.meta["val"], (gradient.shape, gradient.key.dtype, gradient.key.device)
         given = (tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
-        planned = (gradient.shape, bucket.key.dtype, bucket.key.device)
-        if given != planned:
-            raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
-        parts.append(Part(number, member, reduction))
-    return parts
+        if given != kind:
+            raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {kind}")
+    for (replica, index), gradient in planned.items():
+        if index not in found.get(replica, (index,)):
+            raise InvalidGraphError(f"the plan reduces the gradient of {gradient.name}, but the graph does not")
+    return found
 
 
 @dataclass(slots=True)
 class GraphOps:
-    """Puts into a graph, in front of a node, what `reduce_bucket` asks for. `unit`: replica and bucket, by position."""
+    """Puts into a graph, in front of a node, what `reduce_bucket` asks for.
+
+    `reductions`: the node that each member replaces. `unit`: replica and bucket, by position.
+    """
 
     graph: fx.Graph
     before: fx.Node
     bucket: Bucket
-    parts: list[Part]
+    reductions: list[fx.Node]
     unit: tuple[int, int]
     keeps_memory: bool | None
     zero_gaps: bool
@@ -159,11 +142,14 @@ class GraphOps:
         provenance = edit.Provenance(self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
 
-    def view_back(self, reduced: fx.Node, part: Part) -> fx.Node:
-        """A reduced gradient as a view of its bucket, with the strides that it had when it was traced."""
-        gradient, offset = part.member.gradient, part.member.offset
-        shape, promised = list(gradient.shape), tuple(part.reduction.node.meta["val"].stride())
-        member = (part.number,)
+    @property
+    def gradients(self) -> list[fx.Node]:
+        return [node.all_input_nodes[0] for node in self.reductions]
+
+    def view_back(self, reduced: fx.Node, place: int) -> fx.Node:
+        """A member of the reduced bucket as a view, with the strides that it had when it was traced."""
+        gradient, offset, member = self.bucket.members[place].gradient, self.bucket.members[place].offset, (place,)
+        shape, promised = list(gradient.shape), tuple(self.reductions[place].meta["val"].stride())
         # A dimension of size one may have any stride.
         alike = (size == 1 or a == b for size, a, b in zip(shape, promised, gradient.stride, strict=True))
         if 0 in shape or all(alike):
@@ -175,24 +161,25 @@ class GraphOps:
         return self.make(aten.as_strided.default, flat, shape, list(promised), members=member)
 
     def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
-        gradients, group = [part.reduction.grad for part in self.parts], self.bucket.key.reduction.stages[0].group
-        step = self.make(HOOK_STEP, gradients, list(received), hook, group, *self.unit)
+        group = self.bucket.key.reduction.stages[0].group
+        step = self.make(HOOK_STEP, self.gradients, list(received), hook, group, *self.unit)
         return [self.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 
     def factor(self, *, last: bool) -> fx.Node | None:
         """The factor before or after the stages, if code asks for it when it runs; `None`: it is a constant."""
         if self.bucket.key.reduction.given < (2 if last else 1):
             return None
-        return self.make(FACTOR, *self.unit, last, self.parts[0].reduction.grad.meta["val"].device)
+        return self.make(FACTOR, *self.unit, last, self.gradients[0].meta["val"].device)
 
     def fill(self, scale: float, dtype: torch.dtype | None, given: Sequence[fx.Node] | None = None) -> fx.Node:
-        factor = self.factor(last=False)
+        factor, members = self.factor(last=False), self.bucket.members
+        placed = zip(self.gradients if given is None else given, members, strict=True)
         if given is None:
-            put = [self.source_of(part, scale if factor is None else 1.0, dtype) for part in self.parts]
+            scale = scale if factor is None else 1.0
+            put = [self.source_of(node, member.gradient.stride, scale, dtype) for node, member in placed]
         else:
-            put = [(node, 1.0, part.member.gradient.stride) for node, part in zip(given, self.parts, strict=True)]
-        offsets = [part.member.offset for part in self.parts]
-        numbers = tuple(part.number for part in self.parts)
+            put = [(node, 1.0, member.gradient.stride) for node, member in placed]
+        offsets, numbers = [member.offset for member in members], tuple(range(len(members)))
         gaps = self.zero_gaps and self.bucket.padding_nbytes > 0
         more: tuple[Any, ...] = gaps, dtype, factor
         while more and more[-1] in (None, False):  # as by default
@@ -203,20 +190,21 @@ class GraphOps:
         bucket.meta[KEEPS] = self.keeps_memory
         return bucket
 
-    def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
+    def source_of(
+        self, gradient: fx.Node, stride: tuple[int, ...], scale: float, dtype: torch.dtype | None
+    ) -> tuple[fx.Node, float, tuple[int, ...]]:
         """What a bucket gets for a gradient, the factor that it applies to it, and its memory order."""
-        source, stride = without_views(part.reduction.grad, part.member.gradient.stride)
+        source, stride = without_views(gradient, stride)
         if dtype is not None and is_cast(source) and len(source.users) == 1:
             # A gradient that was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
-            wide, narrow = source, source.all_input_nodes[0]
-            was, now = narrow.meta["val"].dtype, wide.meta["val"].dtype
-            if was == dtype and torch.promote_types(was, now) == now:
+            narrow, wide = source.all_input_nodes[0], source.meta["val"].dtype
+            if narrow.meta["val"].dtype == dtype and torch.promote_types(dtype, wide) == wide:
                 source, stride = without_views(narrow, stride)
         # A source narrower than the wire is widened first: the product would be rounded once more.
         kind = source.meta["val"].dtype
         fits = dtype is None or torch.promote_types(kind, dtype) == kind
         folded = fits and fold_factor(source, scale, edit.Provenance(self.unit))
-        return source, 1.0 if folded else scale, tuple(stride)
+        return source, 1.0 if folded else scale, stride
 
     def launch(self, stage: Stage, tensor: fx.Node) -> fx.Node:
         how: tuple[Any, ...] = stage.reduce_op, stage.group
@@ -252,24 +240,17 @@ class GraphOps:
         return self.make(prims.convert_element_type.default, tensor, dtype)
 
 
-def _erase(node: fx.Node) -> None:
-    """Erase a reduction, and views and casts that only it reads."""
-    inputs = node.all_input_nodes[:1]
-    node.graph.erase_node(node)
-    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_cast(inputs[0])):
-        _erase(inputs[0])
-
-
 # --- what computes a gradient, and how that takes in the factor of an average ---
 #
 # permute(view(mm(a, b)))                 ->  mm, and the strides that it has to write with
 # mm(a, b), addmm(c, a, b), bmm, baddbmm  ->  the same with alpha * scale (and beta * scale): no pass over the result
 # index_put(zeros, rows, values)          ->  index_put(zeros, rows, values * scale)
 
-_RESHAPES: Final = (
+_VIEWS: Final = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.unsqueeze.default,
+    aten.squeeze.dims, aten.unsqueeze.default, aten.permute.default,
 )  # fmt: skip
+"""Have all the elements of their input, in another shape or order of dimensions."""
 _CASTS: Final = (aten._to_copy.default, prims.convert_element_type.default)
 SCATTERED: Final[dict[Any, int]] = {
     aten.index_put.default: 2,
@@ -280,33 +261,21 @@ SCATTERED: Final[dict[Any, int]] = {
 _ZEROS: Final = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether a node has all the elements of its input, in another shape or order of dimensions."""
-    return node.op == "call_function" and (node.target in _RESHAPES or node.target is aten.permute.default)
-
-
-def without_views(node: fx.Node, stride: Sequence[int]) -> tuple[fx.Node, tuple[int, ...]]:
+def without_views(node: fx.Node, stride: tuple[int, ...]) -> tuple[fx.Node, tuple[int, ...]]:
     """The node of which `node` is a view for no other user, and its strides if `node` has `stride`."""
-    wanted = tuple(stride)
-    while is_view(node) and len(node.users) == 1:
+    while node.op == "call_function" and node.target in _VIEWS and len(node.users) == 1:
         source = node.all_input_nodes[0]
-        before = stride_before(node, source, wanted)
-        if before is None:
-            break
-        node, wanted = source, before
-    return node, wanted
-
-
-def stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides of a view's input if the view itself has `stride`; `None` if no strides do that."""
-    value = torch.empty_strided(view.meta["val"].shape, stride, device="meta")
-    if view.target is aten.permute.default:
-        order = [dimension % value.dim() for dimension in cast(Sequence[int], view.args[1])]
-        return value.permute([order.index(dimension) for dimension in range(value.dim())]).stride()
-    try:
-        return value.view(source.meta["val"].shape).stride()
-    except RuntimeError:
-        return None
+        value = torch.empty_strided(node.meta["val"].shape, stride, device="meta")
+        if node.target is aten.permute.default:
+            order = [dimension % value.dim() for dimension in cast(Sequence[int], node.args[1])]
+            value = value.permute([order.index(dimension) for dimension in range(value.dim())])
+        else:
+            try:
+                value = value.view(source.meta["val"].shape)
+            except RuntimeError:  # no strides of the source do that
+                break
+        node, stride = source, value.stride()
+    return node, stride
 
 
 def is_cast(node: fx.Node) -> bool:

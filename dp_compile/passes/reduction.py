@@ -288,32 +288,22 @@ def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
 REDUCE_GRAD = make_op("reduce_grad(Tensor grad, int index, int replica) -> Tensor", _not_replaced, _shape_of_reduced)
 
 
-@dataclass(frozen=True, slots=True)
-class GradReduction:
-    """A reduction in a graph: `node` reduces `grad`, gradient `index` of `replica`."""
-
-    node: fx.Node
-    grad: fx.Node
-    index: int
-    replica: int
-
-
 def emit(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
     """Reduce one gradient: a new tensor with the shape, dtype and strides of `grad`."""
     reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica)
     return reduced
 
 
-def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
-    """Every `reduce_grad` of a graph, in its order; an error if one has other arguments than `emit` gives it."""
-    found: list[GradReduction] = []
+def reductions_in(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, int, int]]:
+    """Every `reduce_grad` of a graph, in its order, with gradient, index and replica; an error if it has others."""
+    found: dict[fx.Node, tuple[fx.Node, int, int]] = {}
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         match node.args:
             case fx.Node() as grad, int() as index, int() as replica if not node.kwargs:
-                found.append(GradReduction(node, grad, index, replica))
+                found[node] = grad, index, replica
             case _:
                 raise InvalidGraphError(f"{node.name} reduces no gradient of a module: {node.args}, {node.kwargs}")
-    return tuple(found)
+    return found
 
 
 # --- a bucket in a graph ------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Checks:
         self.collectives = {node: len(waits_of(node)) for node in graph.nodes if is_collective(node)}
         self.orders = _orders(graph)
         self.reductions = reductions_in(graph)
-        whose = {each.node: (each.replica, each.index) for each in self.reductions}
+        whose = {node: (replica, index) for node, (_, index, replica) in self.reductions.items()}
         self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
 
     def run(self, graph: fx.Graph, *, after: str) -> None:
@@ -70,7 +70,7 @@ class Checks:
             if (by := edit.provenance_of(node)) is not None:
                 nodes[by.unit].append(node)
         wanted: dict[tuple[int, int], tuple[str, edit.Provenance]] = {}
-        for replica in sorted({each.replica for each in self.reductions}):
+        for replica in sorted({replica for _, _, replica in self.reductions.values()}):
             for number, bucket in enumerate(self.plans[replica].buckets):
                 yield from _problems_of(bucket, nodes[replica, number])
                 for position, member in enumerate(bucket.members):
