@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import graphlib
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -61,14 +61,12 @@ def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
 
 def sources_of(nodes: Sequence[fx.Node], through: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """These nodes, the inputs of those that are gone `through`, and so on; each once, nodes before their inputs'."""
-    found, queue = dict.fromkeys(nodes), deque(nodes)
-    while queue:
-        node = queue.popleft()
-        for each in node.all_input_nodes if through(node) else ():
-            if each not in found:
-                found[each] = None
-                queue.append(each)
-    return list(found)
+    found, seen = list(dict.fromkeys(nodes)), set(nodes)
+    for node in found:  # which grows meanwhile
+        if through(node):
+            found += (each for each in node.all_input_nodes if each not in seen)
+            seen.update(node.all_input_nodes)
+    return found
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -105,24 +103,20 @@ def stable_order(
         node: (_ENDS[node.op], 0) if node.op in _ENDS else (1, priority(node) if priority else now[node])
         for node in nodes
     }
-    followers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    missing: dict[fx.Node, int] = {}
-    for node, earlier in dependencies(graph, chain).items():
-        missing[node] = len(earlier)
-        for each in earlier:
-            followers[each].append(node)
-    ready = [(wish[node], now[node]) for node in nodes if not missing[node]]
-    heapq.heapify(ready)
+    sorter = graphlib.TopologicalSorter(dependencies(graph, chain))
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        stuck = sorted(set(error.args[1]), key=now.__getitem__)[:5]
+        names = ", ".join(node.name for node in stuck)
+        raise InvalidGraphError(f"nodes depend on each other in a circle: {names}") from None
+    ready: list[tuple[Any, int]] = []
     order: list[fx.Node] = []
-    while ready:
-        order.append(node := nodes[heapq.heappop(ready)[1]])
-        for follower in followers[node]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready, (wish[follower], now[follower]))
-    if len(order) != len(nodes):
-        stuck = [node.name for node in nodes if missing[node] > 0][:5]
-        raise InvalidGraphError(f"nodes depend on each other in a circle: {', '.join(stuck)}")
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heapq.heappush(ready, (wish[node], now[node]))
+        order.append(nodes[heapq.heappop(ready)[1]])
+        sorter.done(order[-1])
     return order
 
 
