@@ -162,27 +162,14 @@ def _lies_as(buffer: Any, stride: Sequence[Any]) -> bool:
     return all(size == 1 or one == other for size, one, other in strides)
 
 
-def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any = None) -> Any:
+def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any) -> Any:
     """A gradient times `scale`, or `factor` if there is one, rounded to `dtype`, computed where it is read."""
-    if factor is not None:
-        inner = dtype_of_product(gradient.get_dtype(), dtype)
-        both = (inductor.lower(_CAST, each, inner) for each in (gradient, factor))
-        return inductor.lower(_CAST, inductor.lower(_MULTIPLY, *both), dtype)
-    if scale != 1.0:
-        wide = torch.promote_types(gradient.get_dtype(), dtype)
-        if gradient.get_dtype() != wide:
-            gradient = inductor.lower(_CAST, gradient, wide)
-        gradient = inductor.lower(_MULTIPLY, gradient, scale)
-    if gradient.get_dtype() != dtype:
-        return inductor.lower(_CAST, gradient, dtype)
-    if scale != 1.0:
-        return gradient
-    return ir.Pointwise.create(
-        device=gradient.get_device(),
-        dtype=gradient.get_dtype(),
-        inner_fn=gradient.make_loader(),
-        ranges=gradient.get_size(),
-    )
+    if factor is not None or scale != 1.0:
+        widened = torch.promote_types if factor is None else dtype_of_product
+        inner = widened(gradient.get_dtype(), dtype)
+        by = scale if factor is None else inductor.lower(_CAST, factor, inner)
+        gradient = inductor.lower(_MULTIPLY, inductor.lower(_CAST, gradient, inner), by)
+    return inductor.lower(_CAST, gradient, dtype)  # to the same dtype, too: a copy that is fused
 
 
 def _is_copied(source: Any) -> bool:
