@@ -31,7 +31,12 @@ _PURE_MODULES: Final = frozenset({"_operator", "builtins", "math", "operator", "
 
 def storages_of(node: fx.Node) -> dict[Storage, Any]:
     """The storages that a node's result lies in, with their sizes in bytes (an int, or symbolic)."""
-    storages = [each.untyped_storage() for each in tensors_in(node.meta.get("val"))]
+    return storages_in(node.meta.get("val"))
+
+
+def storages_in(value: Any) -> dict[Storage, Any]:
+    """The same of a result."""
+    storages = [each.untyped_storage() for each in tensors_in(value)]
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
 

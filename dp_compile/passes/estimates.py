@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.fx.memory import tensors_in
+from dp_compile.fx.memory import Storage, storages_in, tensors_in
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
@@ -28,8 +28,8 @@ logger = logging.getLogger("dp_compile.estimates")
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
-_BYTES_PER_S: Final = {"cpu": 15e9, "cuda": 3.35e12}
-"""What memory moves: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
+_BYTES_PER_S: Final = defaultdict(lambda: 3.35e12, cpu=15e9)
+"""What memory moves: of one core, an order of magnitude; of an H100 SXM, the vendor's figure, for other devices too."""
 
 Values = Mapping[fx.Node, Any]
 """The results of nodes: fake tensors of static sizes, alone or in lists. A node without one counts as no work."""
@@ -77,7 +77,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
         work = 0.0
         if node in at:
             gradient = values.get(at[node].gradient)
-            work = 3.0 * _nbytes(gradient) if at[node].adds and isinstance(gradient, torch.Tensor) else 0.0
+            work = 3.0 * gradient.nbytes if at[node].adds and isinstance(gradient, torch.Tensor) else 0.0
         elif is_collective(node):
             work = _sending(node, values)
         elif node.op in ("call_function", "call_method"):
@@ -99,7 +99,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
         launched += own[each.node]
         work = shared_until[nodes[made(each)]] + launched
         shares = (work / total, own[each.node] / total) if total else (1.0, 0.0)
-        backward_s = total / _bytes_per_s(values[each.gradient].device.type)
+        backward_s = total / _BYTES_PER_S[values[each.gradient].device.type]
         found[each.node] = Shares(*shares, backward_s, each.node in may_wait)
     return [found[each.node] for each in accumulations]
 
@@ -123,24 +123,22 @@ def _may_wait(
     activations are computed again.
     """
     nodes = accumulations[0].node.graph.nodes
-    read = {each.node: dict[StorageWeakRef, int]() for each in accumulations}
-    given = dict[StorageWeakRef, int]()
+    read = {each.node: dict[Storage, int]() for each in accumulations}
+    given = dict[Storage, int]()
     for node in nodes:
         gradient_of = only.get(node)
         if node.op == "placeholder":
-            given |= _memories(values.get(node))
+            given |= storages_in(values.get(node))
         elif gradient_of is not None and node not in read and node.target is not operator.getitem:
             for source in node.all_input_nodes:
                 if only.get(source) is not gradient_of or source.target is operator.getitem:
-                    read[gradient_of] |= _memories(values.get(source))
-    for each in accumulations:
-        parameter = each.node.args[0]
-        assert isinstance(parameter, fx.Node)
-        for memory in _memories(values.get(parameter)):  # which stays
-            given.pop(memory, None)
-    room, held, found = sum(given.values()), dict[StorageWeakRef, int](), set[fx.Node]()
+                    read[gradient_of] |= storages_in(values.get(source))
+    parameters = [each.node.all_input_nodes[0] for each in accumulations]
+    stay = {memory for node in parameters for memory in storages_in(values.get(node))}
+    room = sum(nbytes for memory, nbytes in given.items() if memory not in stay)
+    held, found = dict[Storage, int](), set[fx.Node]()
     for each in reversed(accumulations):
-        room += sum(_memories(values.get(each.gradient)).values())
+        room += sum(storages_in(values.get(each.gradient)).values())
         more = {memory: nbytes for memory, nbytes in read[each.node].items() if memory not in held}
         held |= more
         room -= sum(more.values())
@@ -148,11 +146,6 @@ def _may_wait(
             break
         found.add(each.node)
     return found
-
-
-def _memories(value: Any) -> dict[StorageWeakRef, int]:
-    """The storages of tensors, with their bytes."""
-    return {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors_in(value)}
 
 
 def _sending(node: fx.Node, values: Values) -> float:
@@ -164,14 +157,10 @@ def _sending(node: fx.Node, values: Values) -> float:
     target: Any = node.target
     kind, device_type = target.overloadpacket.__name__, made[0].device.type
     members = distributed.group_of_name(group)
-    nbytes = max(sum(map(_nbytes, each)) for each in (given, made))
+    nbytes = max(sum(tensor.nbytes for tensor in each) for each in (given, made))
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
     (leg,) = legs_of([[load]], nominal_cost(distributed.backend_of(members, device_type), members.size()))
-    return leg.seconds * _bytes_per_s(device_type)
-
-
-def _bytes_per_s(device_type: str) -> float:
-    return _BYTES_PER_S.get(device_type, _BYTES_PER_S["cuda"])
+    return leg.seconds * _BYTES_PER_S[device_type]
 
 
 def _work(node: fx.Node, values: Values) -> float:
@@ -180,20 +169,15 @@ def _work(node: fx.Node, values: Values) -> float:
     outputs = list(tensors_in(values.get(node)))
     inputs = [tensor for each in node.all_input_nodes for tensor in tensors_in(values.get(each))]
     # What writes into an input counts as a view, too: rare.
-    memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
-    if all(StorageWeakRef(tensor.untyped_storage()) in memory for tensor in outputs):
+    if storages_in(outputs).keys() <= storages_in(inputs).keys():
         return 0.0
-    nbytes = float(sum(map(_nbytes, (*inputs, *outputs))))
+    nbytes = float(sum(tensor.nbytes for tensor in (*inputs, *outputs)))
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return nbytes
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
     flops = float(formula(*args, **kwargs, out_val=values[node]))
     return max(nbytes, flops / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # --- the values of a graph that is not traced yet ---------------------------------------------------------------------
