@@ -26,15 +26,10 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
 
 
-def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
-    """The waits on a collective's result, also on the items of one of the model's that returns several."""
-    found: list[fx.Node] = []
-    for user in collective.users:
-        if is_wait(user):
-            found.append(user)
-        elif user.op == "call_function" and user.target is operator.getitem:
-            found.extend(waits_of(user))
-    return tuple(found)
+def count_waits(collective: fx.Node) -> int:
+    """How many waits a collective's result has, and the items of one of the model's that returns several."""
+    items = (user for user in collective.users if user.target is operator.getitem)
+    return sum(map(is_wait, collective.users)) + sum(map(count_waits, items))
 
 
 def is_launch(op: object) -> bool:

@@ -7,7 +7,7 @@ Structure only: the nodes of each bucket, and what reads them. Tests compare num
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import is_collective, waits_of
+from dp_compile.fx.collectives import count_waits, is_collective
 from dp_compile.fx.text import type_text
 from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, reductions_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
@@ -29,8 +29,8 @@ class Checks:
     def __init__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
         self.plans = plans
         self.outputs = _outputs(graph)
-        self.collectives = {node: len(waits_of(node)) for node in graph.nodes if is_collective(node)}
-        self.orders = _orders(graph)
+        self.waits = {node: count_waits(node) for node in graph.nodes if is_collective(node)}
+        self.orders = _orders(self.waits)
         self.reductions = reductions_in(graph)
         whose = {node: (replica, index) for node, (_, index, replica) in self.reductions.items()}
         self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
@@ -48,13 +48,13 @@ class Checks:
 
     def _problems(self, graph: fx.Graph) -> Iterator[str]:
         for node in filter(is_collective, graph.nodes):
-            waits, expected = len(waits_of(node)), self.collectives.get(node, 1)
+            waits, expected = count_waits(node), self.waits.get(node, 1)
             if waits != expected:
                 yield f"{node.name} has {waits} waits, expected {expected}"
-        left = _orders(graph)
+        left = _orders(node for node in graph.nodes if node in self.waits)
         for group, order in self.orders.items():
-            now = [node for node in left.get(group, ()) if node in self.collectives]
-            if now != [node for node in order if node in left.get(group, ())]:  # as on ranks whose graph is unchanged
+            now = left[group]
+            if now != [node for node in order if node in now]:  # as on ranks whose graph is unchanged
                 stand, stood = (", ".join(node.name for node in each) for each in (now, order))
                 yield f"the collectives of group {group} stand in the order {stand}, before {stood}"
         outputs = _outputs(graph)
@@ -106,11 +106,11 @@ def _outputs(graph: fx.Graph) -> list[str]:
     ]
 
 
-def _orders(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The collectives of each group in their order."""
-    orders: dict[str, list[fx.Node]] = {}
-    for node in filter(is_collective, graph.nodes):
-        orders.setdefault(str(node.args[-1]), []).append(node)
+def _orders(collectives: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
+    """Those of each group, in this order."""
+    orders: defaultdict[str, list[fx.Node]] = defaultdict(list)
+    for node in collectives:
+        orders[str(node.args[-1])].append(node)
     return orders
 
 
