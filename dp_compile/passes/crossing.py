@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import fx
@@ -97,7 +97,11 @@ def defer_reductions(graph: fx.Graph, plans: Sequence[BucketPlan], crosses: Sequ
 
 
 def _defer(graph: fx.Graph, node: fx.Node, update: Update, plan: BucketPlan) -> None:
-    between, waits = _back_to_waits(update.gradients)
+    def is_between(node: fx.Node) -> bool:  # gradients and the waits of their reductions: a view or a cast
+        return node.op == "call_function" and not is_collective(node) and not is_wait(node)
+
+    found = edit.sources_of(update.gradients, is_between)
+    between, waits = set(filter(is_between, found)), set(filter(is_wait, found))
     if any(user not in {*between, node} for each in (*between, *waits) for user in each.users):
         return  # Other nodes read what was reduced: flags, another optimizer, the output of the graph.
     launched = dict[int, fx.Node]()
@@ -114,16 +118,6 @@ def _defer(graph: fx.Graph, node: fx.Node, update: Update, plan: BucketPlan) -> 
     graph.erase_node(node)
     for each in sorted((*between, *waits), key=list(graph.nodes).index, reverse=True):
         graph.erase_node(each)
-
-
-def _back_to_waits(gradients: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What stands between gradients and the waits of their reductions: views and casts; and these waits."""
-
-    def is_between(node: fx.Node) -> bool:
-        return node.op == "call_function" and not is_collective(node) and not is_wait(node)
-
-    found = edit.sources_of(gradients, is_between)
-    return set(filter(is_between, found)), set(filter(is_wait, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +138,12 @@ class CompleteBeforeUse:
         inputs = graph.find_nodes(op="placeholder")
         if any(node.name.startswith("tangents") for node in inputs):
             return  # A backward: the forward has read what it reads.
-        nodes = list(graph.nodes)
-        position = {node: number for number, node in enumerate(nodes)}
+        nodes, position, first = list(graph.nodes), edit.positions(graph), dict[fx.Node, fx.Node]()
         if len(inputs) == self.inputs:
-            first = {inputs[each]: _first_reader(inputs[each], position) for each in self.parameters}
-            read = sorted((node for node in first if first[node] is not None), key=lambda node: position[first[node]])
+            for node in (inputs[each] for each in self.parameters):
+                if readers := [user for user in node.users if user.op != "output"]:
+                    first[node] = min(readers, key=position.__getitem__)
+            read = sorted(first, key=lambda node: position[first[node]])
         else:
             read = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor) and node.users]
             first = dict.fromkeys(read, next(node for node in nodes if node.op != "placeholder"))
@@ -156,7 +151,9 @@ class CompleteBeforeUse:
         for group in (read[start : start + size] for start in range(0, len(read), max(1, size))):
             reader = first[group[0]]
             with graph.inserting_before(reader):
-                after = _last_product(nodes[: position[reader]])
+                # Else Inductor puts every wait at the start, as nothing computed goes into it.
+                before = reversed(nodes[: position[reader]])
+                after = next((node for node in before if node.target in _PRODUCTS), None)
                 graph.call_function(WAIT_FOR_PARAMETERS, (group, after)).meta["val"] = None
 
 
@@ -164,13 +161,3 @@ _PRODUCTS: Final = frozenset(
     op for name in ("mm", "addmm", "bmm", "baddbmm", "convolution") for op in [getattr(torch.ops.aten, name).default]
 )
 """Kernels of libraries, whose results lie in memory in any case."""
-
-
-def _last_product(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """What a wait is ordered after: else Inductor puts every wait at the start, as nothing computed goes into it."""
-    return next((node for node in reversed(nodes) if node.target in _PRODUCTS), None)
-
-
-def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> Any:
-    readers = [user for user in node.users if user.op != "output"]
-    return min(readers, key=position.__getitem__, default=None)

@@ -51,20 +51,18 @@ class ScheduleCollectives:
         ours, wish = _footprint(graph), _wishes(graph)
         order = edit.stable_order(graph, wish.__getitem__, chain=chain_of(launches))
         moved = _computing_first_what_is_needed_first(graph, launches, wish)
-        refusal = None
+        at, reason = launches[0], ""
         if _compute_before(moved) != _compute_before(order):
             theirs = [node for node in graph.nodes if is_collective(node) and not _is_ours(node)]
-            wanted = ours.peak(moved)
             if theirs:
-                reason = "it could change the order of the model's own collectives"
-                refusal = Refusal(theirs[0].name, f"compute does not move: {reason}")
-            elif wanted > ddp_nbytes:
+                at, reason = theirs[0], "it could change the order of the model's own collectives"
+            elif (wanted := ours.peak(moved)) > ddp_nbytes:
                 reason = f"its simulated peak would be {format_bytes(wanted)}, the bound is {format_bytes(ddp_nbytes)}"
-                refusal = Refusal(launches[0].name, f"compute does not move: {reason}")
             else:
                 order = moved
         edit.reorder(graph, order)
-        return PassResult(() if refusal is None else (refusal,), PeakMemory(ours.peak(order), ddp_nbytes))
+        refusals = (Refusal(at.name, f"compute does not move: {reason}"),) if reason else ()
+        return PassResult(refusals, PeakMemory(ours.peak(order), ddp_nbytes))
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -134,9 +132,8 @@ def _handing_back(graph: fx.Graph) -> set[fx.Node]:
     """The waits of our collectives, and the nodes of buckets after them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if _is_ours(node) and not is_collective(node):
-            if is_wait(node) or not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
+        if _is_ours(node) and not is_collective(node) and (is_wait(node) or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
     return found
 
 
