@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.
 """The whole package: all that decides what a backward becomes is written there."""
 
 
+@dataclass(eq=False)
 class Pipeline(inductor.CustomGraphPass):
     """The passes of one captured backward, in Inductor's own form of a graph pass.
 
@@ -35,18 +37,12 @@ class Pipeline(inductor.CustomGraphPass):
         on_stage: called with the graph as it comes, as `analysed`, and after each pass, by its name, before the check.
     """
 
-    def __init__(
-        self,
-        passes: Sequence[GraphPass],
-        plans: Sequence[BucketPlan],
-        on_result: Callable[[PassResult], None],
-        held: Sequence[bool] = (),
-        crosses: Sequence[Sequence[bool]] = (),
-        on_stage: Callable[[str, fx.Graph], None] | None = None,
-    ) -> None:
-        self.passes, self.plans, self.on_result = tuple(passes), tuple(plans), on_result
-        self.held, self.crosses = tuple(held), tuple(map(tuple, crosses))
-        self.on_stage = on_stage or (lambda stage, graph: None)
+    passes: Sequence[GraphPass]
+    plans: Sequence[BucketPlan]
+    on_result: Callable[[PassResult], None]
+    held: Sequence[bool] = ()
+    crosses: Sequence[Sequence[bool]] = ()
+    on_stage: Callable[[str, fx.Graph], None] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         # Before all that is verified: a copy is a gradient's source for the passes.
@@ -55,11 +51,11 @@ class Pipeline(inductor.CustomGraphPass):
         graph.eliminate_dead_code()
         hold(graph, self.held)
         checks, others = Checks(graph, self.plans), set(filter(is_collective, graph.nodes))
-        results = []
-        self.on_stage("analysed", graph)
+        results, on_stage = [], self.on_stage or (lambda stage, graph: None)
+        on_stage("analysed", graph)
         for graph_pass in self.passes:
             results.append(graph_pass(graph, self.plans))
-            self.on_stage(graph_pass.name, graph)
+            on_stage(graph_pass.name, graph)
             checks.run(graph, after=graph_pass.name)
         if any(map(any, self.crosses)):  # every reduction has its wait until here
             defer_reductions(graph, self.plans, self.crosses)
@@ -73,7 +69,7 @@ class Pipeline(inductor.CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with our sources, with all that passes are given, and with torch."""
-        options = self.passes, self.plans, self.held, self.crosses
+        options = tuple(self.passes), tuple(self.plans), self.held, self.crosses
         text = repr((inductor.source_hash(SOURCES), torch.__version__, *options))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -251,9 +251,8 @@ def _numel_of_result(stage: Stage, tensor: torch.Tensor) -> int:
 
 def launch_stage(stage: Stage, tensor: torch.Tensor) -> Launched:
     """Start the collective of a stage over a tensor, which it may write over."""
-    group, result = distributed.group_of_name(stage.group), tensor
-    if stage.op != ALL_REDUCE:
-        result = tensor.new_empty(_numel_of_result(stage, tensor))
+    group = distributed.group_of_name(stage.group)
+    result = tensor if stage.op == ALL_REDUCE else tensor.new_empty(_numel_of_result(stage, tensor))
     if stage.op == ALL_REDUCE:
         work = dist.all_reduce(tensor, op=REDUCE_OPS[stage.reduce_op], group=group, async_op=True)
     elif stage.op == ALL_GATHER:
