@@ -19,7 +19,7 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import last_name, type_text
 from dp_compile.passes.reduction import FLAT_BUCKET
-from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
+from dp_compile.plan.buckets import Bucket, BucketPlan
 from dp_compile.plan.words import count
 
 
@@ -61,7 +61,5 @@ def _name(node: fx.Node) -> str:
 
 def span(bucket: Bucket) -> str:
     """The first and the last gradient of a bucket: `3 gradients: 2.bias .. 0.weight + flags`."""
-    labels = [member.gradient.name for member in bucket.members if member.gradient.name != UNUSED_FLAGS]
-    ends = dict.fromkeys((labels[0], labels[-1])) if labels else []
-    flags = ["flags"] if len(labels) < len(bucket.members) else []
-    return f"{count(len(labels), 'gradient')}: {' + '.join([' .. '.join(ends), *flags])}"
+    number, ends = bucket.span
+    return f"{count(number, 'gradient')}: {ends}"

@@ -102,16 +102,18 @@ class Bucket:
         """Bytes that are reduced although no gradient lies there."""
         return (self.numel - sum(member.gradient.numel for member in self.members)) * self.members[0].gradient.itemsize
 
+    @property
+    def span(self) -> tuple[int, str]:
+        """How many gradients, and the first and the last: `2.bias .. 0.weight + flags`."""
+        names = [member.gradient.name for member in self.members if member.gradient.name != UNUSED_FLAGS]
+        ends = " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
+        return len(names), ends + " + flags" * (len(names) < len(self.members))
+
     def __str__(self) -> str:
-        names = [member.gradient.name for member in self.members]
-        gradients = [name for name in names if name != UNUSED_FLAGS]
-        span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
-        flags = " + flags" if gradients and len(gradients) < len(names) else ""
+        number, span = self.span
         padding = f"  ({format_bytes(self.padding_nbytes)} padding)" if self.padding_nbytes else ""
-        return (
-            f"{format_bytes(self.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
-            f"{self.key}  {span}{flags}{padding}"
-        )
+        size = f"{format_bytes(self.nbytes):>10}  {count(number, 'gradient'):>14}"
+        return f"{size}  {self.key}  {span if number else 'flags only'}{padding}"
 
 
 @dataclass(frozen=True, slots=True)

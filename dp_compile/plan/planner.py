@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
-from itertools import accumulate, groupby, pairwise, product
+from itertools import accumulate, groupby, product
 from typing import Final, NamedTuple
 
 from dp_compile.plan.buckets import (
@@ -181,12 +181,11 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
     """
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
     units[UNUSED_FLAGS] = list(units.values())[-1]
-    buckets = []
-    for _, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
-        members = list(stretch)
-        for key in dict.fromkeys(gradient.key for gradient in members):
-            buckets.append(bucket_of([gradient for gradient in members if gradient.key == key]))
-    return PlanResult(BucketPlan(tuple(buckets)))
+    buckets: dict[tuple[int, Hashable], list[GradientSpec]] = defaultdict(list)
+    for number, (_, stretch) in enumerate(groupby(gradients, key=lambda gradient: units[gradient.name])):
+        for gradient in stretch:
+            buckets[number, gradient.key].append(gradient)
+    return PlanResult(BucketPlan(tuple(map(bucket_of, buckets.values()))))
 
 
 def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> PlanResult:
@@ -218,7 +217,13 @@ def robust_partition(
     """
     bounds = _bounds(gradients, cost, backward_s)
     promise = partial(certify, gradients, cost=cost, backward_s=backward_s, bounds=bounds)
-    promised = {partition: promise(partition) for partition in dict.fromkeys(_candidates(gradients, cost))}
+    speeds = (cost.scaled(slower, latency) for latency, slower in product(LATENCIES, ERROR_BAND))
+    candidates = [earliest_partition(gradients, cost=each) for each in speeds]
+    keys, sizes = [gradient.key for gradient in gradients], [gradient.nbytes for gradient in gradients]
+    for cap_mb in CAPS_MB:
+        caps = cap_mb * BYTES_PER_MB, min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB
+        candidates.append(partition_by_size(keys, sizes, *caps))
+    promised = {partition: promise(partition) for partition in dict.fromkeys(candidates)}
     least = min(certificate.worst_ratio for certificate in promised.values())
     for partition, share in product([*promised], SHARES):
         joined = _joined(gradients, partition, cost, [share * least * (1 + SLACK) * bound for bound in bounds])
@@ -249,14 +254,6 @@ def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s:
     return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in ERROR_BAND]
 
 
-def _candidates(gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> Iterator[Partition]:
-    for latency, slower in product(LATENCIES, ERROR_BAND):
-        yield earliest_partition(gradients, cost=cost.scaled(slower, latency))
-    keys, sizes = [gradient.key for gradient in gradients], [gradient.nbytes for gradient in gradients]
-    for cap_mb in CAPS_MB:
-        yield partition_by_size(keys, sizes, cap_mb * BYTES_PER_MB, min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB)
-
-
 def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Partition:
     """Stretches of the launch order, each of which finishes as early as the ones before it allow.
 
@@ -283,16 +280,13 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
             start, base = low + 1, later
         finishes.append(base + latency_s + taken[count])
         starts.append(start)
-    cuts = [len(gradients)]
-    while cuts[-1]:
-        cuts.append(starts[cuts[-1]])
-    buckets: list[tuple[int, ...]] = []
-    for start, stop in pairwise(cuts[::-1]):
-        positions: dict[Hashable, list[int]] = defaultdict(list)
-        for position in range(start, stop):
-            positions[gradients[position].key].append(position)
-        buckets += map(tuple, positions.values())
-    return in_launch_order(buckets)
+    buckets: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
+    stop = len(gradients)
+    while stop:
+        for position in range(starts[stop], stop):
+            buckets[stop, gradients[position].key].append(position)
+        stop = starts[stop]
+    return in_launch_order(map(tuple, buckets.values()))
 
 
 def _joined(
