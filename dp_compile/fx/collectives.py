@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed._functional_collectives  # registers the ops
@@ -30,6 +32,14 @@ def count_waits(collective: fx.Node) -> int:
     """How many waits a collective's result has, and the items of one of the model's that returns several."""
     items = (user for user in collective.users if user.target is operator.getitem)
     return sum(map(is_wait, collective.users)) + sum(map(count_waits, items))
+
+
+def by_group(collectives: Iterable[fx.Node]) -> defaultdict[str, list[fx.Node]]:
+    """Those of each group, in the given order."""
+    found: defaultdict[str, list[fx.Node]] = defaultdict(list)
+    for node in collectives:
+        found[str(node.args[-1])].append(node)
+    return found
 
 
 def is_launch(op: object) -> bool:

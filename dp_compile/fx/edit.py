@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from dp_compile.errors import InvalidGraphError
-from dp_compile.fx.collectives import is_collective
+from dp_compile.fx.collectives import by_group, is_collective
 from dp_compile.fx.memory import Storage, is_ordered, storages_of, written_by
 
 PROVENANCE: Final = "dp_compile"
@@ -80,11 +80,10 @@ def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node
     known about, among collectives of one group that no pass has made, and between neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
-    ordered: dict[str, list[fx.Node]] = {"": list(filter(is_ordered, graph.nodes))}
-    for node in graph.nodes:
-        if is_collective(node) and provenance_of(node) is None:  # in this order on ranks whose graph is unchanged, too
-            ordered.setdefault(str(node.args[-1]), []).append(node)
-    pairs = itertools.chain.from_iterable(map(itertools.pairwise, (*ordered.values(), chain)))
+    # In this order on ranks whose graph is unchanged, too.
+    others = by_group(node for node in graph.nodes if is_collective(node) and provenance_of(node) is None)
+    ordered = filter(is_ordered, graph.nodes), *others.values(), chain
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, ordered))
     for before, after in itertools.chain(_around_writes(graph), pairs):
         found[after][before] = None
     return found

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.memory import Storage, storages_in, tensors_in
+from dp_compile.fx.text import last_name
 from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
@@ -154,11 +155,9 @@ def _sending(node: fx.Node, values: Values) -> float:
     group = node.args[-1]
     if not given or not made or not isinstance(group, str):
         return 0.0
-    target: Any = node.target
-    kind, device_type = target.overloadpacket.__name__, made[0].device.type
-    members = distributed.group_of_name(group)
+    device_type, members = made[0].device.type, distributed.group_of_name(group)
     nbytes = max(sum(tensor.nbytes for tensor in each) for each in (given, made))
-    load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
+    load = Load(WHOLE, 2 if last_name(node).startswith(ALL_REDUCE) else 1, nbytes)
     (leg,) = legs_of([[load]], nominal_cost(distributed.backend_of(members, device_type), members.size()))
     return leg.seconds * _BYTES_PER_S[device_type]
 

@@ -50,8 +50,7 @@ class Pipeline(inductor.CustomGraphPass):
         # Accumulation leaves dead allocations that would count as users of a gradient.
         graph.eliminate_dead_code()
         hold(graph, self.held)
-        checks, others = Checks(graph, self.plans), set(filter(is_collective, graph.nodes))
-        results, on_stage = [], self.on_stage or (lambda stage, graph: None)
+        checks, results, on_stage = Checks(graph, self.plans), [], self.on_stage or (lambda stage, graph: None)
         on_stage("analysed", graph)
         for graph_pass in self.passes:
             results.append(graph_pass(graph, self.plans))
@@ -63,7 +62,7 @@ class Pipeline(inductor.CustomGraphPass):
             PassResult(
                 tuple(refusal for each in results for refusal in each.refusals),
                 next((each.memory for each in results if each.memory is not None), None),
-                sum(is_collective(node) and node not in others for node in graph.nodes),
+                sum(is_collective(node) and node not in checks.waits for node in graph.nodes),
             )
         )
 

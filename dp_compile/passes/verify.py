@@ -7,7 +7,7 @@ Structure only: the nodes of each bucket, and what reads them. Tests compare num
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import count_waits, is_collective
+from dp_compile.fx.collectives import by_group, count_waits, is_collective
 from dp_compile.fx.text import type_text
 from dp_compile.passes.reduction import FLAT_BUCKET, REDUCE_GRAD, reductions_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
@@ -30,7 +30,7 @@ class Checks:
         self.plans = plans
         self.outputs = _outputs(graph)
         self.waits = {node: count_waits(node) for node in graph.nodes if is_collective(node)}
-        self.orders = _orders(self.waits)
+        self.orders = by_group(self.waits)
         self.reductions = reductions_in(graph)
         whose = {node: (replica, index) for node, (_, index, replica) in self.reductions.items()}
         self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
@@ -51,7 +51,7 @@ class Checks:
             waits, expected = count_waits(node), self.waits.get(node, 1)
             if waits != expected:
                 yield f"{node.name} has {waits} waits, expected {expected}"
-        left = _orders(node for node in graph.nodes if node in self.waits)
+        left = by_group(node for node in graph.nodes if node in self.waits)
         for group, order in self.orders.items():
             now = left[group]
             if now != [node for node in order if node in now]:  # as on ranks whose graph is unchanged
@@ -104,14 +104,6 @@ def _outputs(graph: fx.Graph) -> list[str]:
         f"{type_text(each)} strides {list(each.stride())}" if isinstance(each, torch.Tensor) else type_text(each)
         for each in values
     ]
-
-
-def _orders(collectives: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Those of each group, in this order."""
-    orders: defaultdict[str, list[fx.Node]] = defaultdict(list)
-    for node in collectives:
-        orders[str(node.args[-1])].append(node)
-    return orders
 
 
 def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
