@@ -26,7 +26,7 @@ from torch.fx.node import has_side_effect
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes.memory import make_op, nothing
-from dp_compile.passes.updates import UPDATE, Update, updates_by, updates_in
+from dp_compile.passes.updates import UPDATE, Update, read_update, updates_by
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.crossing import why_not_left
 
@@ -91,7 +91,8 @@ def defer_reductions(graph: fx.Graph, plans: Sequence[BucketPlan], crosses: Sequ
 
     `crosses`: for each replica and optimizer, whether it keeps what is in flight.
     """
-    for node, update in updates_in(graph, UPDATE).items():
+    for node in graph.find_nodes(op="call_function", target=UPDATE):
+        update = read_update(node)
         if crosses[update.replica][update.optimizer]:
             _defer(graph, node, update, plans[update.replica])
 

@@ -65,10 +65,6 @@ class Update(NamedTuple):
     bucket: int
 
 
-def updates_in(graph: fx.Graph, target: Any) -> dict[fx.Node, Update]:
-    return {node: read_update(node) for node in graph.find_nodes(op="call_function", target=target)}
-
-
 def read_update(node: fx.Node) -> Update:
     arguments: Any = node.args
     return Update(*arguments)
@@ -85,21 +81,19 @@ class PlaceUpdates:
     name: ClassVar[str] = "place-updates"
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        for node, wanted in updates_in(graph, UPDATE_LATER).items():
+        inputs = graph.find_nodes(op="placeholder")
+        tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+        for node in graph.find_nodes(op="call_function", target=UPDATE_LATER):
+            # What lies in the memory of the parameters: all inputs, if the compiler has merged some.
+            parameters, others = read_update(node).tensors, tensors
+            if len(inputs) == len(self.shares):
+                number = dict(zip(inputs, self.shares, strict=True))
+                if any(each not in number or number[each] < 0 for each in parameters):
+                    raise InvalidGraphError("an operand of an optimizer update is not a parameter input of the graph")
+                mine = {number[each] for each in parameters}
+                others = [each for each in tensors if number[each] in mine]
             with graph.inserting_before(node):
-                update = graph.call_function(UPDATE, (self._written(graph, wanted), *node.args[1:]))
+                update = graph.call_function(UPDATE, (list(dict.fromkeys([*parameters, *others])), *node.args[1:]))
             update.meta["val"] = None
             graph.erase_node(node)
         return PassResult()
-
-    def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
-        """The parameters, then the other inputs that lie in their memory: all, if the compiler has merged inputs."""
-        inputs = graph.find_nodes(op="placeholder")
-        others = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
-        if len(inputs) == len(self.shares):
-            number = dict(zip(inputs, self.shares, strict=True))
-            if any(node not in number or number[node] < 0 for node in wanted.tensors):
-                raise InvalidGraphError("an operand of an optimizer update is not a parameter input of the graph")
-            mine = {number[node] for node in wanted.tensors}
-            others = [node for node in others if number[node] in mine]
-        return list(dict.fromkeys([*wanted.tensors, *others]))
