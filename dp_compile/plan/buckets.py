@@ -238,15 +238,14 @@ def partition_by_size(
     """
     filling: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, float] = defaultdict(float)
-    past_first: set[Hashable] = set()
+    caps: dict[Hashable, float] = defaultdict(lambda: first_cap_nbytes)
     closed: list[tuple[int, ...]] = []
     for position, (key, size) in enumerate(zip(keys, sizes, strict=True)):
         filling.setdefault(key, []).append(position)
         filled[key] += size
-        if filled[key] >= (cap_nbytes if key in past_first else first_cap_nbytes) and position not in open_after:
+        if filled[key] >= caps[key] and position not in open_after:
             closed.append(tuple(filling.pop(key)))
-            past_first.add(key)
-            del filled[key]
+            filled[key], caps[key] = 0.0, cap_nbytes
     return in_launch_order([*closed, *map(tuple, filling.values())])
 
 

@@ -160,8 +160,8 @@ def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, l
 
 def ratios(order: Sequence[Job], backward_s: float, lanes: int = 1) -> list[float]:
     """The step over the bound that no order can be below, for each of `SPEEDS`."""
-    bounds = ((slower, bound_seconds(order, backward_s, slower)) for slower in SPEEDS)
-    return [step_seconds(order, backward_s, slower, lanes) / (bound or 1.0) for slower, bound in bounds]
+    scaled = ((order, backward_s, slower) for slower in SPEEDS)
+    return [step_seconds(*each, lanes) / (bound_seconds(*each) or 1.0) for each in scaled]
 
 
 def bound_seconds(jobs: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:

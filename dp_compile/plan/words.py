@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 BYTES_PER_MB: Final = 2**20
@@ -51,10 +52,6 @@ def table(rows: Sequence[Sequence[str]], *, left: Sequence[int], width: int = WI
 
 def in_columns(text: str) -> str:
     """Text whose lines are at most `WIDTH` long: one that is longer goes on, indented by two more."""
-
-    def wrapped(line: str) -> str:
-        wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2))
-        wrapper.break_long_words = wrapper.break_on_hyphens = False
-        return wrapper.fill(line)
-
-    return "\n".join(map(wrapped, text.splitlines()))
+    lines = ((line, " " * (len(line) - len(line.lstrip()) + 2)) for line in text.splitlines())
+    fill = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(line, subsequent_indent=indent) for line, indent in lines)
