@@ -120,13 +120,10 @@ def stable_order(
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Put all nodes of a graph into this order."""
-    first = next(iter(graph.nodes))
-    if order[0] is not first:
-        first.prepend(order[0])
-    for before, node in itertools.pairwise(order):
-        if before.next is not node:
-            before.append(node)
+    """Put all nodes of a graph into this order, which ends with the output."""
+    output = graph.output_node()
+    for node in order[:-1]:
+        output.prepend(node)
 
 
 def _around_writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
