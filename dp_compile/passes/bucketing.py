@@ -195,7 +195,7 @@ class GraphOps:
     ) -> tuple[fx.Node, float, tuple[int, ...]]:
         """What a bucket gets for a gradient, the factor that it applies to it, and its memory order."""
         source, stride = without_views(gradient, stride)
-        if dtype is not None and is_cast(source) and len(source.users) == 1:
+        if dtype is not None and source.target in _CASTS and len(source.users) == 1:
             # A gradient that was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
             narrow, wide = source.all_input_nodes[0], source.meta["val"].dtype
             if narrow.meta["val"].dtype == dtype and torch.promote_types(dtype, wide) == wide:
@@ -263,7 +263,7 @@ _ZEROS: Final = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.def
 
 def without_views(node: fx.Node, stride: tuple[int, ...]) -> tuple[fx.Node, tuple[int, ...]]:
     """The node of which `node` is a view for no other user, and its strides if `node` has `stride`."""
-    while node.op == "call_function" and node.target in _VIEWS and len(node.users) == 1:
+    while node.target in _VIEWS and len(node.users) == 1:
         source = node.all_input_nodes[0]
         value = torch.empty_strided(node.meta["val"].shape, stride, device="meta")
         if node.target is aten.permute.default:
@@ -276,11 +276,6 @@ def without_views(node: fx.Node, stride: tuple[int, ...]) -> tuple[fx.Node, tupl
                 break
         node, stride = source, value.stride()
     return node, stride
-
-
-def is_cast(node: fx.Node) -> bool:
-    """Whether a node is its input in another dtype."""
-    return node.op == "call_function" and node.target in _CASTS
 
 
 def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:

@@ -75,14 +75,11 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
     only = {} if any(map(is_collective, nodes)) else _only_for(nodes, at)
     shared, shared_until, own = 0.0, dict[fx.Node, float](), dict.fromkeys(at, 0.0)
     for node in nodes:
-        work = 0.0
-        if node in at:
-            gradient = values.get(at[node].gradient)
-            work = 3.0 * gradient.nbytes if at[node].adds and isinstance(gradient, torch.Tensor) else 0.0
-        elif is_collective(node):
-            work = _sending(node, values)
-        elif node.op in ("call_function", "call_method"):
-            work = _work(node, values)
+        if (here := at.get(node)) is None:
+            work = _sending(node, values) if is_collective(node) else _work(node, values)
+        else:
+            gradient = values.get(here.gradient)
+            work = 3.0 * gradient.nbytes if here.adds and isinstance(gradient, torch.Tensor) else 0.0
         if (gradient_of := only.get(node)) is None:
             shared += work
         else:
@@ -163,7 +160,8 @@ def _sending(node: fx.Node, values: Values) -> float:
 
 
 def _work(node: fx.Node, values: Values) -> float:
-    if node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
+    is_call = node.op in ("call_function", "call_method")
+    if not is_call or node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
         return 0.0  # the lists that these take and make hold other fake tensors for the same memory
     outputs = list(tensors_in(values.get(node)))
     inputs = [tensor for each in node.all_input_nodes for tensor in tensors_in(values.get(each))]
