@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from dp_compile.plan.reduction import CALLED, Load, Reduction
+from dp_compile.plan.reduction import CALLED, Load, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
 """The one member of a plan that is not a gradient: status bits of each rank (`plan/flags.py`)."""
 
 Partition = tuple[tuple[int, ...], ...]
-"""Positions of gradients, bucket by bucket in launch order, ascending in each."""
+"""Positions of gradients, ascending in each bucket; buckets in launch order, that of their last members."""
 
 
 class BucketKey(NamedTuple):
@@ -142,10 +143,11 @@ class BucketPlan:
         return next(each for each in reversed(self.gradients) if each.name == UNUSED_FLAGS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the names of groups."""
+        """Plain data for JSON, without the names of groups: they differ between ranks."""
         buckets = [asdict(bucket) for bucket in self.buckets]
         for bucket, data in zip(self.buckets, buckets, strict=True):
-            data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.to_dict()}
+            stages = [stage._replace(group="")._asdict() for stage in bucket.key.reduction.stages]
+            data["key"] = bucket.key._asdict() | {"reduction": asdict(bucket.key.reduction) | {"stages": stages}}
             for member in data["members"]:
                 del member["gradient"]["key"]
         return {"buckets": buckets}
@@ -159,7 +161,9 @@ class BucketPlan:
         """
         buckets = []
         for bucket in data["buckets"]:
-            key = BucketKey(**bucket["key"] | {"reduction": Reduction.from_dict(bucket["key"]["reduction"])})
+            given = bucket["key"]["reduction"]
+            reduction = Reduction(**given | {"stages": tuple(Stage(**stage) for stage in given["stages"])})
+            key = BucketKey(**bucket["key"] | {"reduction": reduction})
             members = []
             for member in bucket["members"]:
                 lists = {name: tuple(member["gradient"].get(name, ())) for name in ("shape", "stride", "sent")}
@@ -220,11 +224,6 @@ def bucket_of(gradients: Sequence[GradientSpec], alignment_bytes: int = ALIGNMEN
     return Bucket(tuple(members))
 
 
-def in_launch_order(buckets: Iterable[tuple[int, ...]]) -> Partition:
-    """By the position of the last member."""
-    return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
-
-
 def partition_by_size(
     keys: Sequence[Hashable],
     sizes: Sequence[float],
@@ -246,7 +245,7 @@ def partition_by_size(
         if filled[key] >= caps[key] and position not in open_after:
             closed.append(tuple(filling.pop(key)))
             filled[key], caps[key] = 0.0, cap_nbytes
-    return in_launch_order([*closed, *map(tuple, filling.values())])
+    return tuple(sorted([*closed, *map(tuple, filling.values())], key=operator.itemgetter(-1)))
 
 
 def plan_buckets(

@@ -24,7 +24,6 @@ from dp_compile.plan.buckets import (
     GradientSpec,
     Partition,
     bucket_of,
-    in_launch_order,
     partition_by_size,
     plan_buckets,
 )
@@ -286,7 +285,7 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
         for position in range(starts[stop], stop):
             buckets[stop, gradients[position].key].append(position)
         stop = starts[stop]
-    return in_launch_order(map(tuple, buckets.values()))
+    return tuple(sorted(map(tuple, buckets.values()), key=operator.itemgetter(-1)))
 
 
 def _joined(
