@@ -30,17 +30,20 @@ MOVING = (BucketReductions(), ScheduleCollectives())
 STAYING = (BucketReductions(), Bounded(nbytes=0))
 
 
-def layers(number, width=16):
-    """The backward of a chain of layers without biases, weight gradients where a compiler's tracing puts them."""
-    grads = [Grad(index=index, shape=(width, width)) for index in range(number)]
+def layers(number, width=16, *, more=False, **options):
+    """The backward of a chain of layers without biases, weight gradients where a compiler's tracing puts them.
+
+    `more`: then something that no reduction needs.
+    """
+    grads = [Grad(index=index, shape=(width, width), **options) for index in range(number)]
 
     def backward(grad, *saved):
         weights, inputs, reduced = saved[:number], saved[number:], []
         for index in reversed(range(number)):
             reduced.append(grads[index].reduce(inputs[index].t() @ grad))
-            if index:
+            if index or more:
                 grad = grad @ weights[index]
-        return reduced
+        return [*reduced, grad.exp()] if more else reduced
 
     return grads, trace(backward, *(torch.randn(width, width) for _ in range(2 * number + 1)))
 
@@ -181,26 +184,6 @@ def test_what_holds_of_every_order(data, cap, bound):
 
 aten = torch.ops.aten
 
-LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
-
-
-def first(graph, target):
-    return graph.find_nodes(op="call_function", target=target)[0]
-
-
-def two_level_layers(number, backend):
-    """A backward through matrices, last layer first; then something that no reduction needs."""
-    grads = [Grad(index=index, shape=(4, 4), levels=LEVELS, backend=backend) for index in range(number)]
-
-    def backward(grad, *saved):
-        weights, inputs, reduced = saved[:number], saved[number:], []
-        for index in reversed(range(number)):
-            reduced.append(grads[index].reduce(inputs[index].t() @ grad))
-            grad = grad @ weights[index]
-        return [*reduced, grad.exp()]
-
-    return grads, trace(backward, *(torch.randn(4, 4) for _ in range(2 * number + 1)))
-
 
 def told(graph):
     """Compute `c`; launches `R` reduce-scatter, `A` all-reduce, `G` all-gather and the bucket, waits small."""
@@ -222,7 +205,8 @@ def told(graph):
 @pytest.mark.parametrize("backend", [backends.NCCL, backends.GLOO])
 def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend):
     """And for the slow link only when nothing is left to compute."""
-    grads, module = two_level_layers(3, backend)
+    levels = Levels("in", "out", ((0, 1), (2, 3)))
+    grads, module = layers(3, 4, more=True, levels=levels, backend=backend)
     plan = plan_for(grads[::-1], cap=1)
     assert len(plan.buckets) == 3
     staying, _ = run(module, plan, *STAYING)  # compute that does not move is not held back either

@@ -11,7 +11,7 @@ from graphs import replace as replace_node
 from dp_compile.comm_hooks.functional import FunctionalHook, register
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective, is_wait
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.memory import Running
 from dp_compile.passes.reduction import FLAT_BUCKET, HOOK_STEP, REDUCE_GRAD
@@ -229,8 +229,8 @@ class Twice(FunctionalHook):
 KEY, HOOK = register(Twice())
 
 
-def plan(key=KEY, hook=HOOK):
-    reduction = Averaging(hook=key, rounds=hook.rounds).reduction("0", GLOO, 2, "float32")
+def plan():
+    reduction = Averaging(hook=KEY, rounds=HOOK.rounds).reduction("0", GLOO, 2, "float32")
     specs = [replace(grad.spec, key=grad.spec.key._replace(reduction=reduction)) for grad in TWO]
     return plan_for(TWO).with_keys_of(specs)
 
@@ -253,22 +253,6 @@ def test_what_is_changed_is_found():
     module = trace(backward, *(grad.values() for grad in TWO))
     with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
         run_passes(module, plan(), passes=(*DEFAULT_PASSES, Changed(local_sums)))
-
-
-@dataclass(frozen=True)
-class Thrice(FunctionalHook):
-    rounds: ClassVar[tuple[str, ...]] = ("all_reduce",) * 3
-
-    def reduce(self, bucket):
-        for _ in self.rounds:
-            yield torch.cat([gradient.flatten() for gradient in bucket.gradients])
-        return list(bucket.gradients), bucket.state
-
-
-def test_each_round_of_a_hook_is_launched_after_the_one_before():
-    module, (key, hook) = trace(backward, *(grad.values() for grad in TWO)), register(Thrice())
-    graph = run_passes(module, plan(key, hook)).graph
-    assert [node.target for node in graph.nodes if is_collective(node) or is_wait(node)] == [ALL_REDUCE, WAIT] * 3
 
 
 def test_gradients_that_a_compiler_moves_between_steps():
