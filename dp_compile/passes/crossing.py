@@ -56,9 +56,8 @@ def _leave(
     launched: Sequence[torch.Tensor], buckets: Sequence[int], indices: Sequence[int], replica: int, optimizer: int
 ) -> None:
     plan, optimizers = updates_by(replica)
-    deferred = optimizers[optimizer].deferred
-    assert deferred is not None
-    deferred.leave([(number, plan.buckets[number]) for number in buckets], indices, launched)
+    given = [(number, plan.buckets[number]) for number in buckets]
+    optimizers[optimizer].deferred.leave(given, indices, launched)
 
 
 _LEAVE = "leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()"

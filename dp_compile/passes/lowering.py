@@ -63,7 +63,8 @@ def _lower(
     factor: Any = None,
 ) -> Any:
     places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
-    node = inductor.graph_being_lowered().current_node
+    graph = inductor.graph_being_lowered()
+    node = graph.current_node
     device, dtype = gradients[0].get_device(), dtype or gradients[0].get_dtype()
     provenance, memory = edit.provenance_of(node), None
     layout = ir.FixedLayout(device, dtype, [numel], [1])
@@ -93,7 +94,6 @@ def _lower(
             is_copied = _is_copied(_storage_of(gradient).data)
         if observer is not None and provenance is not None:
             observer(Written(provenance.unit, provenance.members[position], is_copied))
-    graph = inductor.graph_being_lowered()
     bucket.name = graph.register_buffer(bucket)
     bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
     graph.register_operation(bucket)
@@ -197,17 +197,14 @@ def _storage_of(value: Any) -> Any:
     return inner.unwrap_view() if isinstance(inner, ir.BaseView) else inner
 
 
-def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
+def _is_own(bucket: Any, position: int, storage: Any) -> bool:
     """Whether only the bucket reads the storage of a member, and only once: the collective overwrites it.
 
     Operations may return their input (an update in place, a change of nothing): those are followed back to what made
     the storage.
     """
-    members = bucket.args[0]
-    assert isinstance(members, Sequence)
-    node = members[position]
-    assert isinstance(node, fx.Node)
-    if members.count(node) > 1 or set(node.users) != {bucket}:
+    node: fx.Node = bucket.args[0][position]
+    if bucket.args[0].count(node) > 1 or set(node.users) != {bucket}:
         return False
     while node not in storage.data.origins:
         source = node.args[0] if node.args else None

@@ -109,13 +109,12 @@ class Running:
     optimizers: Sequence[Sequence[Any]] = ()
     states: Sequence[Callable[[int], State]] = ()
     hook_runs: dict[tuple[int, int], HookRun] = field(default_factory=dict)  # by module and bucket
-    _before: Running | None = None
+    _before: Any = None
 
     def __enter__(self) -> None:
         self._before, this_thread.running = this_thread.running, self
 
     def __exit__(self, *error: object) -> None:
-        assert self._before is not None
         this_thread.running = self._before
 
 

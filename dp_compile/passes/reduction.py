@@ -95,8 +95,7 @@ def restored(bucket: Bucket, tensor: TensorT, ops: Ops[TensorT]) -> TensorT:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
