@@ -2,7 +2,6 @@
 
 import operator
 
-import pytest
 import torch
 from graphs import sort_stably
 from hypothesis import given
@@ -10,9 +9,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.memory import is_ordered, written_by
 
 
@@ -50,13 +47,6 @@ def test_any_wish_and_any_chain_give_a_valid_order(dag, data):
     kinds = [node.op for node in graph.nodes]
     assert kinds == sorted(kinds, key=["placeholder", "call_function", "output"].index)
     assert sort_stably(graph, wish.__getitem__, chain=chain) is False
-
-
-def test_a_chain_against_the_data_is_a_circle():
-    graph = make_fx(lambda x: WAIT(ALL_REDUCE(x * 2, "sum", "0")), tracing_mode="fake")(torch.randn(2, 3)).graph
-    _, _, launch, wait, _ = graph.nodes
-    with pytest.raises(InvalidGraphError, match=r"circle: all_reduce, wait_tensor"):
-        sort_stably(graph, chain=[wait, launch])
 
 
 def test_writes_and_random_numbers_keep_their_order_whatever_the_wishes():

@@ -1,12 +1,11 @@
 """Buckets without copies, read off the generated code, and what must not be shared with a bucket."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from generated_code import KERNEL, LAUNCH, LIBRARY, GeneratedCode, Span, copies, read_code
+from generated_code import LAUNCH, Span, copies, read_code
 from graphs import Grad, executed, plan_for, trace
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -20,7 +19,6 @@ from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import FLAT_BUCKET
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, PACKED
-from dp_compile.train.gpt import Block, GPTConfig
 
 
 def test_the_op_keeps_its_promise_to_the_tracer():
@@ -39,81 +37,22 @@ class Residual(nn.Module):
         return self.head((x + self.second(F.relu(self.norm(self.first(x))))).mean((2, 3)))
 
 
-def block():
-    return Block(GPTConfig(width=64, heads=2)), torch.randn(3, 10, 64)
-
-
-def residual():
-    return Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The backward of a model with and without reductions, and the report."""
-
-    reduced: GeneratedCode
-    local: GeneratedCode
-    report: "dp_compile.Report"
-
-    def copied(self):
-        """Gradients that are copied, as the code says. Names of the report include the flags."""
-        launches = [call for call in self.reduced.calls if call.kind == LAUNCH]
-        members = []
-        for bucket, launch in zip(self.report.plan.buckets, launches, strict=True):
-            (flat,) = launch.reads
-            for each in bucket.members:
-                start = flat.start + each.offset
-                members.append((each.gradient.name, Span(flat.storage, start, start + each.gradient.numel)))
-        return set(copies(members, self.reduced))
-
-
-def kernels(code):
-    return sum(call.kind in (KERNEL, LIBRARY) for call in code.calls)
-
-
-def compile_both(make, cap_mb):
-    """Buckets of a fixed size."""
+def test_gradients_of_convolutions_are_copied_and_the_report_names_them(fake_group):
     torch._dynamo.reset()
-    model, x = make()
-    dp_compile.replicate(model, bucket_cap_mb=cap_mb)
-    run = torch.compile(model)
-
-    def step(sync):
-        model.zero_grad()
-        with nullcontext() if sync else dp_compile.no_sync(model):
-            run(x).square().mean().backward()
-
+    model, x = Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+    run = torch.compile(dp_compile.replicate(model, bucket_cap_mb=25))
     with inductor_config.patch(fx_graph_cache=False):
-        local, reduced = (run_and_get_code(step, sync)[1][-1] for sync in (False, True))
-    report = dp_compile.report(model)
-    dp_compile.unreplicate(model)
-    codes = read_code(reduced), read_code(local)
-    assert not codes[0].faults
-    return Compiled(*codes, report)
-
-
-@pytest.fixture(scope="module")
-def transformer(fake_group):
-    return compile_both(block, 0.1)
-
-
-@pytest.fixture(scope="module")
-def convolutions(fake_group):
-    return compile_both(residual, 25)
-
-
-@pytest.mark.nightly
-def test_a_transformer_block_copies_nothing(transformer):
-    assert len(transformer.report.plan.buckets) == 2
-    assert not transformer.copied()
-    assert "computed in their buckets: 100.0% of" in str(transformer.report)  # flags are none
-    # The flags come in; and two sums for biases, which the order of AOTAutograd's own backward lets Inductor fuse.
-    assert kernels(transformer.reduced) <= kernels(transformer.local) + 4
-
-
-def test_gradients_of_convolutions_are_copied_and_the_report_names_them(convolutions):
-    assert convolutions.copied() == {"first.weight", "second.weight"}
-    assert "copied 2 gradients, 34.0 KiB: second.weight .. first.weight" in str(convolutions.report)
+        _, codes = run_and_get_code(lambda: run(x).square().mean().backward())
+    report, code, members = dp_compile.report(model), read_code(codes[-1]), []
+    assert not code.faults
+    launches = [call for call in code.calls if call.kind == LAUNCH]
+    for bucket, launch in zip(report.plan.buckets, launches, strict=True):
+        (flat,) = launch.reads
+        for each in bucket.members:
+            start = flat.start + each.offset
+            members.append((each.gradient.name, Span(flat.storage, start, start + each.gradient.numel)))
+    assert set(copies(members, code)) == {"first.weight", "second.weight"}
+    assert "copied 2 gradients, 34.0 KiB: second.weight .. first.weight" in str(report)
 
 
 @pytest.mark.parametrize("zero_gaps", [False, True])

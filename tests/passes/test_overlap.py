@@ -80,15 +80,6 @@ def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move():
     assert compute_before_launches(run(module, plan, *MOVING)[0]) == [3, 5, 8]
 
 
-def test_the_bound_is_the_largest_peak_that_is_allowed():
-    grads, module = layers(3)
-    plan = plan_for([grads[1], grads[2], grads[0]], cap=1)
-    moved, result = run(module, plan, *MOVING)
-    for bound, expected in [(result.memory.nbytes, moved), (result.memory.nbytes - 1, run(module, plan, *STAYING)[0])]:
-        graph, _ = run(module, plan, BucketReductions(), Bounded(nbytes=bound))
-        assert short(graph) == short(expected)
-
-
 def with_biases(grad, saved, weight):
     """A layer's backward as compilers trace it, and what it comes to before."""
     weight_grad = Grad(index=0, shape=(16, 16)).reduce(saved.t() @ grad)
