@@ -98,10 +98,10 @@ def stable_order(
     `chain`: nodes that have to come in this order although no data passes between them.
     """
     nodes, now = list(graph.nodes), positions(graph)
-    wish = {
-        node: (_ENDS[node.op], 0) if node.op in _ENDS else (1, priority(node) if priority else now[node])
-        for node in nodes
-    }
+
+    def wish(node: fx.Node) -> tuple[int, Any]:
+        return (_ENDS[node.op], 0) if node.op in _ENDS else (1, priority(node) if priority else now[node])
+
     sorter = graphlib.TopologicalSorter(dependencies(graph, chain))
     try:
         sorter.prepare()
@@ -113,7 +113,7 @@ def stable_order(
     order: list[fx.Node] = []
     while sorter.is_active():
         for node in sorter.get_ready():
-            heapq.heappush(ready, (wish[node], now[node]))
+            heapq.heappush(ready, (wish(node), now[node]))
         order.append(nodes[heapq.heappop(ready)[1]])
         sorter.done(order[-1])
     return order

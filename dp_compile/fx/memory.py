@@ -69,9 +69,8 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
     arguments = node.target._schema.arguments
     if not node.target._schema.is_mutable:
         return ()
-    given = [*zip(arguments, node.args, strict=False)]
-    given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
-    written = [value for argument, value in given if argument.is_write]
+    given = dict(zip((each.name for each in arguments), node.args, strict=False)) | dict(node.kwargs)
+    written = [given.get(each.name) for each in arguments if each.is_write]
     return tuple(each for each in _flat(written) if isinstance(each, fx.Node))
 
 

@@ -302,9 +302,7 @@ def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bo
         node.kwargs = {name: cast(float, each) * factor for name, each in factors.items()}
         return True
     if (position := SCATTERED.get(node.target)) is not None:
-        base, values = node.args[0], node.args[position]
-        if not isinstance(base, fx.Node) or not isinstance(values, fx.Node):
-            return False
+        base, values = cast(tuple[fx.Node, fx.Node], (node.args[0], node.args[position]))
         is_zero = base.target in _ZEROS or (base.target is aten.full.default and base.args[1] == 0)
         # Of no values at all, none would bear the factor.
         if not is_zero or not statically_known_true(values.meta["val"].numel() > 0):

@@ -137,11 +137,6 @@ class BucketPlan:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    @property
-    def flags(self) -> GradientSpec:
-        """The one that is no gradient. It lies in one of the last buckets, if not in the last."""
-        return next(each for each in reversed(self.gradients) if each.name == UNUSED_FLAGS)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the names of groups: they differ between ranks."""
         buckets = [asdict(bucket) for bucket in self.buckets]

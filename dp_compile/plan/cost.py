@@ -49,8 +49,7 @@ class AllReduceCost:
 
     def on(self, link: str) -> AllReduceCost:
         """What one costs on the link of a stage; on the whole group if that is not known."""
-        found = self.inside if link == INSIDE else self.between if link == BETWEEN else None
-        return found or self
+        return {INSIDE: self.inside, BETWEEN: self.between}.get(link) or self
 
     def scaled(self, factor: float, latency: float = 1.0) -> AllReduceCost:
         """The cost on a network that is `factor` times as slow as believed, and its latency `latency` times more."""

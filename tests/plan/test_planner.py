@@ -189,7 +189,6 @@ def test_what_is_read_first_goes_first_and_the_flags_alone_before_all():
     """Each takes 40 s, and they are ready after 25, 50, 75 and 100: the second is sent behind the third and fourth."""
     plan = plan_crossing(planned([40] * 4), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, cuts=False).plan
     assert members(plan) == [[4], [0], [2], [3], [1]]
-    assert plan.flags.name == UNUSED_FLAGS
 
 
 def test_products_of_later_layers_are_computed_while_the_first_gradient_is_sent():
