@@ -83,9 +83,8 @@ def _lower(
             continue
         layout = ir.FixedLayout(device, dtype, *place)
         part = ir.ReinterpretView(data=storage, layout=layout)
-        is_scaled, cast = factor is not None or scale != 1.0, gradient.get_dtype() != dtype
-        own = _is_own(node, position, _storage_of(gradient))
-        if not is_scaled and own and not cast and _can_be_moved(gradient, part):
+        is_same = factor is None and scale == 1.0 and gradient.get_dtype() == dtype
+        if is_same and _is_own(node, position, _storage_of(gradient)) and _can_be_moved(gradient, part):
             gradient.data.data.layout = ir.NonOwningLayout(part)
             bucket.inputs.append(gradient.data.data)
             is_copied = isinstance(gradient.data.data, ir.ComputedBuffer) and _only_moves(gradient.data.data.data)

@@ -35,14 +35,12 @@ _LOOKS: Final = 20
 def is_kept(bucket: fx.Node) -> bool:
     """Whether the memory of a bucket is used again in the next backward; else each backward allocates it."""
     wish, value = bucket.meta.get(KEEPS, False), bucket.meta["val"]
-    if wish is False:
-        return False
-    if value.device.type != "cpu":
-        from dp_compile._torch import inductor  # loaded only by what compiles
+    if value.device.type == "cpu":
+        return wish is True or (wish is None and value.nbytes > KEPT_FROM_NBYTES)
+    from dp_compile._torch import inductor  # loaded only by what compiles
 
-        # CUDA graphs replay addresses and never call the op.
-        return wish is True and not inductor.uses_cuda_graphs({})
-    return wish is True or value.numel() * value.dtype.itemsize > KEPT_FROM_NBYTES
+    # CUDA graphs replay addresses and never call the op.
+    return wish is True and not inductor.uses_cuda_graphs({})
 
 
 class _Kept(NamedTuple):

@@ -123,10 +123,9 @@ def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.
     def wait_for(bucket: int) -> None:
         nonlocal clock, stalled
         stage = carried[bucket][-1]
-        if stage.finish_s > clock:
-            carried[bucket][-1] = stage._replace(waited_s=stage.finish_s - clock)
-            stalled += stage.finish_s - clock
-            clock = stage.finish_s
+        waited_s = max(0.0, stage.finish_s - clock)
+        carried[bucket][-1] = stage._replace(waited_s=waited_s)
+        clock, stalled = max(clock, stage.finish_s), stalled + waited_s
 
     for bucket, stage in launch_order([job.legs for job in jobs]):
         link, seconds = jobs[bucket].legs[stage]
