@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from dp_compile.plan.reduction import CALLED, Load, Reduction, Stage
+from dp_compile.plan.reduction import CALLED, Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
@@ -138,11 +138,10 @@ class BucketPlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the names of groups: they differ between ranks."""
+        """Plain data for JSON, without the names of groups."""
         buckets = [asdict(bucket) for bucket in self.buckets]
         for bucket, data in zip(self.buckets, buckets, strict=True):
-            stages = [stage._replace(group="")._asdict() for stage in bucket.key.reduction.stages]
-            data["key"] = bucket.key._asdict() | {"reduction": asdict(bucket.key.reduction) | {"stages": stages}}
+            data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.to_dict()}
             for member in data["members"]:
                 del member["gradient"]["key"]
         return {"buckets": buckets}
@@ -156,9 +155,7 @@ class BucketPlan:
         """
         buckets = []
         for bucket in data["buckets"]:
-            given = bucket["key"]["reduction"]
-            reduction = Reduction(**given | {"stages": tuple(Stage(**stage) for stage in given["stages"])})
-            key = BucketKey(**bucket["key"] | {"reduction": reduction})
+            key = BucketKey(**bucket["key"] | {"reduction": Reduction.from_dict(bucket["key"]["reduction"])})
             members = []
             for member in bucket["members"]:
                 lists = {name: tuple(member["gradient"].get(name, ())) for name in ("shape", "stride", "sent")}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
@@ -161,6 +161,14 @@ class Reduction:
         levels = f", two levels with {self.ranks_inside} ranks in a node" if self.ranks_inside > 1 else ""
         parts = f", cut over {self.parts} ranks" if self.is_scattered else ""
         return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels + parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data. Names of groups are left out: they differ between ranks."""
+        return asdict(self) | {"stages": [stage._replace(group="")._asdict() for stage in self.stages]}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Reduction:
+        return Reduction(**data | {"stages": tuple(Stage(**stage) for stage in data["stages"])})
 
 
 @dataclass(frozen=True, slots=True)
