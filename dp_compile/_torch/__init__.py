@@ -1,12 +1,12 @@
-"""The only door to private torch names, by subject. What a module outside needs, it imports from one of these.
+"""The private-torch boundary: only these modules import private torch names. All other modules import from here.
 
-| file          | what comes through it                                              | loading it costs              |
-|---------------|--------------------------------------------------------------------|-------------------------------|
-| `autograd`    | the engine's entry, versions of tensors, modes                     | nothing                       |
-| `compiler`    | questions about Dynamo that have an answer also if it is not there | nothing                       |
-| `distributed` | groups, stores, torch's DDP                                        | nothing                       |
-| `dynamo`      | compiled autograd, Dynamo, tracing                                 | Dynamo, 1 s                   |
-| `inductor`    | compilers, lowerings                                               | Dynamo and Inductor, 2 to 3 s |
+| file          | contents                                        | import cost                   |
+|---------------|-------------------------------------------------|-------------------------------|
+| `autograd`    | engine entry, tensor versions, dispatch modes   | none                          |
+| `compiler`    | Dynamo state, readable before Dynamo is loaded  | none                          |
+| `distributed` | process groups, stores, torch's DDP             | none                          |
+| `dynamo`      | compiled autograd, Dynamo, tracing              | Dynamo, 1 s                   |
+| `inductor`    | compilers, lowerings                            | Dynamo and Inductor, 2 to 3 s |
 
-A name that the installed torch lacks is one clear error when its file is loaded.
+Importing a file raises UnsupportedTorchError if the installed torch lacks a name that it needs.
 """

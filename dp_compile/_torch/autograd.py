@@ -1,4 +1,4 @@
-"""The autograd engine, what is on while it runs, and who holds the memory of tensors. Loads no compiler."""
+"""The autograd engine, the modes active while it runs, and references to tensor memory. Loads no compiler."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ with named():
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     graph_task: Callable[[], int] = torch._C._current_graph_task_id
-    """The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
+    """Return the id of the backward that this thread runs, `NO_GRAPH_TASK` outside of a backward."""
     _interpreters: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-    _engine_at_import = _Variable._execution_engine  # the names have to be there
+    _engine_at_import = _Variable._execution_engine  # raises here if torch lacks the name
     _Engine: Any = type(_engine_at_import)
     _run_at_import = _Engine.run_backward
     copy_all: Callable[..., None] = torch._foreach_copy_
@@ -40,28 +40,28 @@ with named():
 NO_GRAPH_TASK: Final = -1
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor has been changed in place. Asked for every parameter twice in a backward: no call of Python."""
+"""Return how often a tensor was modified in place. Runs no Python: each backward calls it twice per parameter."""
 
 
 def counting_versions() -> contextlib.AbstractContextManager[object]:
-    """Inside, `version_of` counts in ops that compiled code calls, too, which run below autograd."""
+    """Increment tensor versions in this block also for ops that run below autograd, as in compiled code."""
     guard: contextlib.AbstractContextManager[object] = _SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False)
     return guard
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a device, sizes and strides, and no values."""
+    """Return whether a tensor is a FakeTensor: it has a device, sizes and strides, but no values."""
     return isinstance(tensor, _FakeTensor)
 
 
 def made_like(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inside, new tensors are fake if this one is: a device that only fake tensors are on takes no other."""
+    """Create fake tensors in this block if `tensor` is fake: its device may not exist for real tensors."""
     return tensor.fake_mode if isinstance(tensor, _FakeTensor) else contextlib.nullcontext()
 
 
 class _Door(_Engine):  # type: ignore[misc]
-    """The engine, with a function that is called before it. A subclass: Dynamo knows the engine by its class, and other
-    attributes are the engine's."""
+    """The autograd engine, with `run_backward` replaced by `enter`. It subclasses torch's engine because Dynamo
+    recognizes the engine by its class, and to inherit all other attributes."""
 
     def __init__(self, enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
         self.enter = enter
@@ -72,17 +72,17 @@ class _Door(_Engine):  # type: ignore[misc]
 
 
 def watch_engine(enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    """Let every backward that Python starts go through `enter`, also one that does not come from `torch.autograd`.
+    """Route every backward that Python starts through `enter`, including those that bypass `torch.autograd`.
 
-    `torch.autograd`, and code that bypasses it as Megatron does, take the engine from the same place. Does nothing if
-    `enter` is there already, also where other code has wrapped it in turn.
+    `torch.autograd` and code that bypasses it, such as Megatron, read the engine from the same attribute. Does nothing
+    if the engine is watched already.
     """
     if not engine_is_watched():
         _Variable._execution_engine = _Door(enter)
 
 
 def unwatch_engine() -> None:
-    """Take `enter` away again, unless other code has wrapped it in turn."""
+    """Restore torch's engine, unless other code has replaced the watched engine."""
     if engine_is_watched():
         _Variable._execution_engine = _engine_at_import
 
@@ -92,59 +92,59 @@ def engine_is_watched() -> bool:
 
 
 run_engine: Final[Callable[..., tuple[torch.Tensor, ...]]] = _engine_at_import.run_backward
-"""The engine itself.
+"""Run torch's own engine, not `enter`.
 
-Its arguments: tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad.
+Arguments: tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad.
 """
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward that is running now ends. Only valid inside a backward."""
+    """Run `callback` at the end of the current backward. Only valid inside a backward."""
     _Variable._execution_engine.queue_callback(callback)
 
 
 def leaf_behind(node: object) -> torch.Tensor | None:
-    """The leaf whose gradient an autograd node accumulates, if that is what it does. By the node's class: functions of
-    users may have an attribute `variable` too."""
+    """Return the leaf of an AccumulateGrad node, `None` for any other node. Checks the class, because autograd
+    functions of users may also have an attribute `variable`."""
     return node.variable if type(node) is _AccumulateGrad else None  # type: ignore[attr-defined]
 
 
 def hooks_behind(leaf: torch.Tensor) -> dict[int, Any]:
-    """What is called after the accumulation of a leaf's gradient, by torch's numbers; torch sees what is changed."""
+    """Return a leaf's post-accumulate-grad hooks by torch's hook id. A non-empty dict is torch's own, not a copy."""
     found: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
     return {} if found is None else found
 
 
 def accumulates(leaf: torch.Tensor) -> object:
-    """The node that accumulates the gradient of a leaf that requires one: the same object while it is alive. Where
-    gradients are computed; a microsecond, which is less than torch's own `get_gradient_edge`."""
+    """Return the AccumulateGrad node of a leaf that requires grad, the same object while it is alive. Requires grad
+    mode. Takes 1 us, less than torch's `get_gradient_edge`."""
     return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def is_aot_backward(node: object) -> bool:
-    """Whether an autograd node is the backward of a graph that AOTAutograd compiled."""
+    """Return whether an autograd node is the backward of a graph compiled by AOTAutograd."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def aliasing() -> contextlib.AbstractContextManager[object]:
-    """Inside, a tensor in the memory of another is no view of it for autograd: `detach_()` works, and Dynamo takes a
-    `.grad` whose dtype `Module.to` changes in place. The engine's own kernels make tensors so."""
+    """In this block, tensors that alias another tensor are not autograd views of it, as in the engine's own kernels.
+    `detach_()` works on them, and Dynamo accepts such a `.grad` after `Module.to` changes its dtype in place."""
     guard: contextlib.AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
     return guard
 
 
 def has_aot_backwards() -> bool:
-    """Whether AOTAutograd has compiled a forward that can have a backward, anywhere in the process."""
+    """Return whether AOTAutograd has compiled a differentiable forward anywhere in this process."""
     return any(each.__name__ == "CompiledFunction" for each in torch.autograd.Function.__subclasses__())
 
 
 def leaves_dtensors(node: object) -> bool:
-    """Whether an autograd node is that of `DTensor.to_local`."""
+    """Return whether an autograd node is the backward of `DTensor.to_local`."""
     return type(node).__name__ == "_ToTorchTensorBackward"
 
 
 def dispatch_mode_is_active() -> bool:
-    """Whether a TorchDispatchMode is on: capture then fails or records the wrong thing."""
+    """Return whether a TorchDispatchMode is active. Capture then fails or records wrong ops."""
     return _dispatch_modes_active() > 0
 
 
@@ -161,17 +161,17 @@ def as_outermost_code() -> Iterator[None]:
 
 
 def profiler_is_on() -> bool:
-    """Whether `torch.profiler` records in this process at the moment; its waiting phases do not count."""
+    """Return whether `torch.profiler` is recording in this process; its wait phases do not count."""
     return _profiler._is_profiler_enabled
 
 
 def recorded_events(
     recorded: torch.profiler.profile, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, str, int, int, int, int]]:
-    """What a profiler has recorded: name, category, begin and end in nanoseconds, thread, and correlation.
+    """Yield a profiler's events: name, category, start and end in nanoseconds, thread id, correlation id.
 
-    Of the host's events only those whose name is `wanted`, and all calls of a device's runtime. The category is that of
-    an exported trace, whose 100 MB for five steps of 1,000 small layers take 4 s to write and read; this takes 0.3 s.
+    Yields all device events and CUDA runtime calls, and other host events only if `wanted(name)`. Categories are those
+    of an exported trace. For five steps of 1,000 small layers the trace has 100 MB and takes 4 s; this takes 0.3 s.
     """
     results: Any = recorded.profiler
     for each in results.kineto_results.events():
@@ -185,14 +185,14 @@ def recorded_events(
         yield name, category, each.start_ns(), each.end_ns(), each.start_thread_id(), each.correlation_id()
 
 
-# --- memory: who has a part of a block
+# --- memory: references to a storage
 
 
 def holders(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that are the same again once no more holds a tensor's memory than when they were asked for.
+    """Return two reference counts of a tensor's memory: of its storage, and of the storage's Python object.
 
-    How many tensors, arrays and so on lie in it; and how many hold its storage as an object of Python, of which there
-    is one that everybody gets, so that the first number does not show them (torch 2.13).
+    Tensors and arrays count in the first. Python references to the storage share one object, so only the second counts
+    them (torch 2.13). Equal counts before and after a block mean that the block left no new reference.
     """
     storage = tensor.untyped_storage()
     return _use_count(storage._cdata), sys.getrefcount(storage)

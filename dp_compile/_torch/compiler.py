@@ -1,4 +1,4 @@
-"""How Dynamo treats functions and modules, and questions to it that have an answer also where it is not loaded."""
+"""How Dynamo treats functions and modules, and queries of its state that work without loading it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ with named():
 
 
 def no_graph_of_its_own(function: FunctionT) -> FunctionT:
-    """Let a function run as it is, with what it calls, where Dynamo meets its frame; what is traced traces into it.
+    """Skip a function's frame and all frames below it in Dynamo. A graph that calls the function still inlines it.
 
-    For hooks: torch calls those of a compiled module outside of its graph, and Dynamo compiles each of them, in
-    0.1 s, to nothing. (`torch._dynamo.skip` also breaks the graphs that call the function.)
+    Used for hooks. torch calls a compiled module's hooks outside of its graph, and Dynamo would compile each for
+    0.1 s without benefit. `torch._dynamo.skip` also breaks graphs that call the function.
     """
     _set_strategy(function.__code__, _LEFT_ALONE)
     return function
 
 
 def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
-    """`torch.compiler.disable`, which loads Dynamo and wraps this one, to the same end. `reason`: what torch says where
-    a function that is compiled as one graph calls this one."""
+    """Disable Dynamo for a function as `torch.compiler.disable` does, without loading Dynamo and without a wrapper.
+    torch shows `reason` if a `fullgraph=True` function calls the decorated function."""
 
     def decorate(function: FunctionT) -> FunctionT:
-        # What `torch.compiler.disable` sets; Dynamo looks for it before it traces a call (torch 2.11 to 2.15).
+        # The attributes that `torch.compiler.disable` sets. Dynamo reads them before it traces a call (2.11 to 2.15).
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
         return no_graph_of_its_own(function)
@@ -48,11 +48,11 @@ def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
 
 @contextlib.contextmanager
 def not_compiling() -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling()` says no, though Dynamo may be at work around it, in this thread.
-    Optimizers ask it, and compute with tensors where they otherwise take numbers: the same step rounds otherwise."""
+    """Make `torch.compiler.is_compiling()` return False in this block, even if this thread is compiling in Dynamo.
+    If it returns True, optimizers compute with tensors in place of numbers, and the step rounds differently."""
     context = loaded("torch._guards", "CompileContext")
     if context is None or context.try_get() is None:
-        yield  # The flag is one for all threads: it may be another one's, which sets it back when it likes.
+        yield  # The flag is process-wide: if it is set, another compiling thread set it and will reset it.
         return
     compiling = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
@@ -63,13 +63,13 @@ def not_compiling() -> Iterator[None]:
 
 
 def constant(function: FunctionT) -> FunctionT:
-    """Let Dynamo call a function while it traces, as it is, and put what it returns into the code."""
+    """Mark a function as constant for Dynamo: it calls the function while tracing and inlines the result."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `torch.compiler.assume_constant_result`
     return function
 
 
 def traces_for(backend: str) -> bool:
-    """Whether Dynamo, which is at work in this thread, makes code for a backend of this name."""
+    """Return whether Dynamo is tracing for the named backend. Call it only while this thread is tracing."""
     translator: Any = loaded("torch._dynamo.symbolic_convert", "InstructionTranslator")
     compiler_fn = translator.current_tx().output.compiler_fn
     while compiler_fn is not None:
@@ -80,71 +80,71 @@ def traces_for(backend: str) -> bool:
 
 
 def capture_is_running() -> bool:
-    """Whether some captured backward is executing in this process; a second capture would be an error then."""
+    """Return whether a captured backward is running in this process. A second capture would then raise."""
     return bool(loaded("torch._dynamo.compiled_autograd", "in_compiled_autograd_region"))
 
 
 def is_capture_in_the_way(error: NotImplementedError) -> bool:
-    """Whether a backward was turned away at the engine's door because a capture is going on."""
+    """Return whether the engine raised `error` because another capture is in progress."""
     return "within another compiled autograd call" in str(error)
 
 
 def captures() -> int:
-    """How many backwards compiled autograd has captured in this process so far."""
+    """Return the number of backwards that compiled autograd has captured in this process."""
     counters = loaded("torch._dynamo.utils", "counters")
     return 0 if counters is None else int(counters["compiled_autograd"]["captures"])
 
 
 def compiled_graphs() -> int:
-    """How many graphs, of forwards and backwards, Dynamo has handed to a compiler in this process so far."""
+    """Return the number of forward and backward graphs that Dynamo has passed to a compiler in this process."""
     counters = loaded("torch._dynamo.utils", "counters")
     return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 def forget_compiled() -> None:
-    """Let Dynamo compile everything again, also what it has compiled until now."""
+    """Reset Dynamo's code caches, so that it recompiles all code."""
     reset = loaded("torch._dynamo", "reset_code_caches")
     if reset is not None:
         reset()
 
 
 def forget_calls_that_broke() -> None:
-    """Let Dynamo compile again what called a module whose hook broke the graph, once that hook is gone.
+    """Recompile callers of a module after the removal of a hook that broke their graph. No-op since torch 2.12.
 
-    Code that torch 2.11 made of the caller has no guard on the hooks, and would leave the module uncompiled for good.
-    May go with 2.11.
+    The code that torch 2.11 compiles for the caller has no guard on hooks, so the module would stay uncompiled.
+    Remove this function together with support for 2.11.
     """
     if torch.torch_version.TorchVersion(torch.__version__) < "2.12":
         forget_compiled()
 
 
 def forced_eager() -> bool:
-    """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
+    """Return whether the user disabled compilation (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
     is_off = loaded("torch._dynamo.eval_frame", "_stance", "stance") == "force_eager"
     return is_off or bool(loaded("torch._dynamo.config", "disable"))
 
 
 def replays_cuda_graphs(device: torch.device) -> bool:
-    """Whether Inductor has CUDA graphs (`mode="reduce-overhead"`): a replay writes to what the one before returned."""
+    """Return whether Inductor uses CUDA graphs on `device`. A replay overwrites the outputs of the previous replay."""
     manager_of = loaded("torch._inductor.cudagraph_trees", "get_manager") if device.type == "cuda" else None
     return manager_of is not None and manager_of(device.index, create_if_none_exists=False) is not None
 
 
 def trace_autograd_ops() -> bool:
-    """Whether Dynamo traces `backward()` itself; it silently drops every post-accumulate-grad hook then."""
+    """Return whether Dynamo traces `backward()` itself. It then drops all post-accumulate-grad hooks silently."""
     if torch.compiler.is_dynamo_compiling():
-        # Dynamo would go through `sys.modules`, which fails when another thread imports something meanwhile.
+        # `loaded` makes Dynamo trace `sys.modules`, which fails if another thread imports a module meanwhile.
         return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
     return bool(getattr(loaded("torch._dynamo.config"), "trace_autograd_ops", False))
 
 
 def python_reducer_mode() -> bool:
-    """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
+    """Return whether torch's experimental `python_reducer` is enabled for this process."""
     return str(loaded("torch._dynamo.config", "optimize_ddp")).startswith("python_reducer")
 
 
 def is_of_compiler(file: str) -> bool:
-    """Whether a source file is on the stack while torch compiles, and only then."""
+    """Return whether frames of a source file are on the stack only while torch compiles."""
     return file in (loaded(each, "__file__") for each in ("torch._dynamo.convert_frame", "torch._inductor.compile_fx"))
 
 
@@ -152,14 +152,14 @@ def is_of_compiler(file: str) -> bool:
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """As `module.compile(**options)`, for torch's own classes too: Dynamo skips a frame of theirs that it starts with.
-    Modules of one class share a function of ours as their first frame, and with it what was compiled."""
+    """Compile a module as `module.compile(**options)`, also if its class is torch's own. Dynamo skips a first frame in
+    torch's files, so modules of such a class share a first frame defined here, and its compiled code."""
     kind = type(module)
     if not kind.forward.__module__.startswith("torch."):
         module.compile(**options)
         return
     if kind not in _first_frames:
-        code = _call.__code__.replace(co_name=f"call_{kind.__name__}")  # what was compiled, and its limit, go by code
+        code = _call.__code__.replace(co_name=f"call_{kind.__name__}")  # Dynamo's cache and its limit are per code
         _first_frames[kind] = types.FunctionType(code, globals())
     module._compiled_call_impl = functools.partial(torch.compile(_first_frames[kind], **options), module)
 
@@ -172,6 +172,6 @@ _first_frames: Final[weakref.WeakKeyDictionary[type[nn.Module], Callable[..., An
 
 
 def is_compiled(module: object) -> bool:
-    """Whether it is what `torch.compile` returns for a module. Not by the name `_orig_mod`: a child may have it."""
+    """Return whether `torch.compile` returned `module`. Checks the class: any child may be named `_orig_mod`."""
     kind = type(module)
     return kind.__name__ == "OptimizedModule" and kind.__module__ == "torch._dynamo.eval_frame"

@@ -1,4 +1,4 @@
-"""Groups, stores and torch's DDP. Costs nothing to load."""
+"""Process groups, stores and torch's DDP. Costs nothing to load."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ with named():
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
 
-    # Users may put ours under its public name.
+    # Import the defining module: users may rebind the public name `nn.parallel.DistributedDataParallel` to ours.
     from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-    # Newer torches warn of the names that older ones have alone.
+    # Newer torch versions deprecate the names on the right, which are the only ones in older versions.
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
     _c10d: Any = dist.distributed_c10d
     group_name: Callable[[dist.ProcessGroup], str] = _c10d._get_process_group_name
-    """The name under which functional collectives find a process group."""
+    """Return the name by which functional collectives look up a process group."""
     group_of_name: Callable[[str], dist.ProcessGroup] = _c10d._resolve_process_group
     default_store: Callable[[], Store] = _c10d._get_default_store
     set_parameters_to_ignore: Any = TorchDDP._set_params_and_buffers_to_ignore_for_model
@@ -42,7 +42,7 @@ with named():
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
 
 _BROADCAST_BYTES: Final = 250 * 2**20
-"""As torch's DDP."""
+"""The broadcast bucket size of torch's DDP."""
 _BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _SENT: Final = frozenset(
     {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
@@ -50,16 +50,16 @@ _SENT: Final = frozenset(
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
-    """What the backend of a group can do with tensors on a type of device. `None`: the default group.
+    """Return the capabilities of a group's backend for a device type. `None`: the default group.
 
-    A group may have one backend for each type; the first one if it has none for this type. The name it was made with
-    does not count: torch returns `undefined` for a group that `init_process_group()` made without one.
+    A group may have one backend per device type; without one for this type, its first backend counts. The backend's
+    class decides, not the group's backend name: torch returns `undefined` after `init_process_group()` without one.
     """
     found: Any = group or _get_default_group()
     types = [each.type for each in found._device_types] if type(found) is dist.ProcessGroup else []
-    if types:  # else a group in Python, which is its own backend
+    if types:  # otherwise a Python process group, which is its own backend
         found = found._get_backend(torch.device(device_type if device_type in types else types[0]))
-        found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps those of torch
+        found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps torch's backends
     stated = getattr(found, "dp_compile_backend", None)
     if isinstance(stated, Backend):
         return stated
@@ -68,7 +68,7 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
 
 
 def working_device(group: dist.ProcessGroup | None) -> str:
-    """The type of device a group is for: the accelerator if it has a backend that works on it, else the CPU."""
+    """Return the accelerator's device type if the group has a backend that works on it, "cpu" otherwise."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and backend_of(group, accelerator.type).device == accelerator.type:
         return accelerator.type
@@ -76,7 +76,7 @@ def working_device(group: dist.ProcessGroup | None) -> str:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh of any dimensions. Called on every rank of the mesh it is a slice of."""
+    """Return the group of all ranks of an n-dimensional mesh. Call it on every rank of the root mesh."""
     world = dist.group.WORLD
     assert world is not None
     if sorted(mesh.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(world)):
@@ -89,8 +89,8 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 def modules_of_policy(
     policy: Any, module: nn.Module, ignored: set[nn.Module]
 ) -> Mapping[nn.Module, Mapping[str, Any]] | None:
-    """The modules that FSDP wraps by a policy, each with its options; `None` for what is none. Loads FSDP. A policy is
-    an object of `torch.distributed.fsdp.wrap`, or a function with a `recurse` argument."""
+    """Return the modules that FSDP wraps under a policy, with their options; `None` if `policy` is no policy. Policies
+    are objects of `torch.distributed.fsdp.wrap` and functions with a `recurse` argument. Loads FSDP."""
     from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 
     if isinstance(policy, _Policy):
@@ -107,21 +107,21 @@ def modules_of_policy(
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not been destroyed."""
+    """Return whether a process group exists and was not destroyed."""
     return group in _world.pg_map
 
 
 def end_other_groups() -> None:
-    """Destroy all process groups but the default one."""
+    """Destroy all process groups except the default group."""
     for group in [each for each in _world.pg_map if each is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
 def end_all_groups() -> None:
-    """Destroy all process groups, and do not wait for collectives in flight with ranks that are gone.
+    """Destroy all process groups without waiting for in-flight collectives with lost ranks.
 
-    NCCL's would be waited for; gloo's fail (torch 2.13). The next default group has the name that the first one had,
-    also if a group could not be made in between.
+    Destroying an NCCL group waits for its collectives, so NCCL groups are aborted; gloo's collectives fail (torch
+    2.13). Resets group names: the next default group gets the first one's name, also after a failed initialization.
     """
     if dist.group.WORLD is None:
         _world.group_count = 0
@@ -132,20 +132,20 @@ def end_all_groups() -> None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many seconds a collective on tensors of `device` may take: torch's default, if its backend has no option."""
+    """Return the time-out in seconds of collectives on `device`: torch's default if the backend has no such option."""
     options = getattr(cast(Any, group)._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout.total_seconds()
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Let collectives of the default process group take so many seconds, from now on."""
+    """Set the time-out of later collectives of the default process group, in seconds."""
     _set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many collectives on tensors of `device` this rank has launched. Only differences mean something. gloo and
-    NCCL count them; for a backend that does not the answer is always the same."""
+    """Return the sequence number of this rank's collectives on `device`. Only differences are meaningful. gloo and
+    NCCL count collectives; for a backend that does not, the number is constant."""
     try:
         return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
     except RuntimeError:
@@ -153,8 +153,8 @@ def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an error came from a process group or a store. gloo's is a plain RuntimeError. It names its source file,
-    but for the one with which an operation that timed out ends all others."""
+    """Return whether a process group or store raised `error`. gloo raises plain RuntimeErrors that name its source
+    file, except the error with which a timed-out operation aborts all others."""
     if isinstance(error, dist.DistError):
         return True
     signs = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
@@ -162,22 +162,22 @@ def is_communication_error(error: BaseException | None) -> bool:
 
 
 def connect_again(store: Store, timeout_s: float) -> Store:
-    """Another connection to the same store, with another time-out."""
+    """Return a new connection to the same store with its own time-out, in seconds."""
     connection = cast(Store, cast(Any, store).clone())
     connection.set_timeout(timedelta(seconds=timeout_s))
     return connection
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype. Of DTensors the
-    parts that the ranks hold, which have to be parts alike. Tensors have the same strides on all ranks."""
+    """Broadcast tensors from group rank `source` in place, coalesced by dtype. Strides must be equal on all ranks. Of a
+    DTensor, only the local shard is broadcast, so all ranks of the group must hold the same shard."""
     if tensors:
         _broadcast_coalesced(group, list(map(_as_sent, tensors)), _BROADCAST_BYTES, source)
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, each element once, in a dtype that every backend copies. gloo knows neither 16-bit
-    integers nor float8 (torch 2.13), and an expanded tensor cannot be written to."""
+    """Return a view of a tensor's memory, each element once, in a dtype that every backend supports. gloo supports
+    neither 16-bit integers nor float8 (torch 2.13), and collectives cannot write to an expanded tensor."""
     tensor = local_tensor(tensor).detach()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -187,35 +187,35 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join_config(joinable: Joinable) -> Any:
-    """Of the latest `Join` context of a joinable: whether it is `enable`d, and this its `is_first_joinable`. Only the
-    first one meets ranks without inputs."""
+    """Return the config of a joinable's latest `Join` context: `enable` and `is_first_joinable`. Only the first
+    joinable communicates with ranks that have exhausted their inputs."""
     return joinable._join_config
 
 
 def parameters_of_active_ddp() -> Sequence[nn.Parameter]:
-    """The parameters of torch's DDP whose forward this thread's code is in; none outside of any."""
+    """Return the parameters of the torch DDP module whose forward is running, () outside of such a forward."""
     around: Any = TorchDDP._active_ddp_module
     return () if around is None else around._module_parameters
 
 
 def is_torch_ddp(module: nn.Module) -> bool:
-    """Whether a module really is torch's DDP, and not only registered as such."""
+    """Return whether torch's DDP is a real base class of the module, not a virtual one from `register`."""
     return TorchDDP in type(module).__mro__
 
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:
-    """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
-    registry_of = loaded("torch.distributed._composable.contract", "_get_registry")  # not loaded: none was applied
+    """Return the names of torch's composable APIs (`replicate`, `fully_shard`, ...) applied to this module."""
+    registry_of = loaded("torch.distributed._composable.contract", "_get_registry")  # None: no API was applied
     return () if registry_of is None else tuple(registry_of(module) or ())
 
 
 def is_reduced_by_torch(module: nn.Module) -> bool:
-    """Whether torch's own DDP reduces the module's gradients, by its wrapper or by torch's composable `replicate`."""
+    """Return whether torch's DDP reduces the module's gradients, through its wrapper or composable `replicate`."""
     return is_torch_ddp(module) or "replicate" in composable_apis(module)
 
 
 def ranks_of_torch_ddp(module: Any) -> int:
-    """Over how many ranks torch's own DDP averages; `replicate` of torch makes its DDP in the first forward."""
+    """Return the number of ranks over which torch's DDP averages. `replicate` creates its DDP in the first forward."""
     if not isinstance(module, TorchDDP):
         from torch.distributed._composable.replicate import replicate
 
@@ -228,14 +228,14 @@ def ranks_of_torch_ddp(module: Any) -> int:
 
 
 def is_hook_of_fully_shard(hook: object) -> bool:
-    """Whether an autograd hook belongs to a module that `fully_shard` manages."""
+    """Return whether an autograd hook belongs to a module that `fully_shard` manages."""
     kind = loaded("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     return kind is not None and isinstance(getattr(hook, "__self__", None), kind)
 
 
 @contextlib.contextmanager
 def no_sync_of_torch(module: Any) -> Iterator[None]:
-    """Accumulate gradients of a module that torch's own DDP reduces."""
+    """Disable gradient reduction of torch's DDP for the module in this block."""
     if isinstance(module, TorchDDP):
         with module.no_sync():
             yield
@@ -251,7 +251,7 @@ def no_sync_of_torch(module: Any) -> Iterator[None]:
 
 
 def replicate_by_torch(module: nn.Module, **options: Any) -> None:
-    """torch's own composable `replicate`, on torch's DDP. Loads it."""
+    """Apply torch's composable `replicate`, which uses torch's DDP; options that are None are omitted. Loads it."""
     from torch.distributed._composable.replicate import replicate
 
     replicate(module, **{name: value for name, value in options.items() if value is not None})

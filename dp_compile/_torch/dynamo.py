@@ -1,4 +1,4 @@
-"""Compiled autograd and Dynamo. Loading this loads Dynamo: only for what runs once something is compiled."""
+"""Compiled autograd and Dynamo. Importing this loads Dynamo: import it only in code that runs once we compile."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ with named():
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
     at_end: Any = _Engine._exec_final_callbacks_stub
-    """The last call of a captured graph, which does nothing."""
+    """The target of a captured graph's last call, which is a no-op."""
     without_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
-    """Inside, no device's autocast is on. AOTAutograd runs its compiled backwards in this context too."""
+    """Disable autocast on all devices in this block, as AOTAutograd does around its compiled backwards."""
     _set_compiler: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_autograd_compiler
     _set_verbose_logger: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_verbose_logger
     _is_verbose: Callable[[], bool] = _compiled_autograd.snapshot_verbose_logging_enabled
-    _on_at_import: bool = _compiled_autograd.compiled_autograd_enabled  # the name has to be there
+    _on_at_import: bool = _compiled_autograd.compiled_autograd_enabled  # raises here if torch lacks the name
     _Capture: Any = _compiled_autograd.AutogradCompilerInstance
     _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]
 
 if torch.cuda.is_available():
-    # As `_enable` does: a backward under CUDA graphs looks for it where it may not be imported (torch 2.13).
+    # As `_enable` does: a backward under CUDA graphs reads this module where importing it may fail (torch 2.13).
     from torch._inductor import cudagraph_trees as cudagraph_trees
 
-# c10::ScalarType, in its order: a part of torch's file format, so it does not change.
+# The order of c10::ScalarType. It is part of torch's file format and therefore stable.
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64),
     *(torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32),
@@ -53,14 +53,14 @@ _DTYPES = (
 
 
 TAKES_EXISTING: Final = "variable_grad" in inspect.signature(call_accumulate_grad).parameters
-"""Whether a captured graph takes the gradients that it adds to: since torch 2.13."""
+"""Whether existing gradients are inputs of a captured graph: true since torch 2.13."""
 
 
 class CaptureBackward:
-    """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static.
+    """A context that captures backwards and passes their graphs to `compiler_fn`. Shapes are static at first.
 
-    What torch's `_enable` does (2.11 to 2.15), also under a stance of "force_eager". Torch's is a generator around
-    others: in a step that has emptied the processor's caches before, it takes as long as a small kernel.
+    It does what torch's `_enable` does (2.11 to 2.15), also under the stance "force_eager". It is a class because
+    `_enable` nests generators: with cold CPU caches they take as long as a small kernel.
     """
 
     __slots__ = ("_before", "_captures", "_compiler_fn", "_threads", "_was_on")
@@ -75,7 +75,7 @@ class CaptureBackward:
 
     @property
     def has_spoilt_graph(self) -> bool:
-        """Whether a capture ended while autograd's nodes held stand-ins in the place of saved tensors (torch 2.13)."""
+        """Whether a capture aborted while autograd nodes held placeholders instead of saved tensors (torch 2.13)."""
         return any(capture.is_tracing for capture in self._captures)
 
     def __enter__(self) -> CaptureBackward:
@@ -98,11 +98,11 @@ class CaptureBackward:
 
 
 class _QuickCapture(_Capture):  # type: ignore[misc]
-    """torch's, without what it does for nothing, which is half of the time: some 5 ms for each parameter.
+    """torch's capture without symbolic shapes, which take half of its time: about 5 ms per parameter.
 
-    torch makes a symbol of every size, and each question to such a tensor one for a solver. But it puts calls into the
-    graph as they are, and empty tensors of any shape stand for their results: no shape matters. Numbers that do are the
-    graph's inputs `sizes`, or decide whether the graph is found again. With anything else the capture fails.
+    torch makes every size a symbol, and each query of such a size runs a solver. No shape matters here: calls enter the
+    graph unevaluated, and empty tensors of any shape stand for their results. Sizes that matter are the graph's inputs
+    `sizes` or part of its cache key. If a capture computes anything else from a size, it fails.
     """
 
     is_tracing = False
@@ -114,7 +114,7 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         return begun
 
     def proxy_call_backward(self, inputs: Any, output_metadatas: Any, *others: Any) -> Any:
-        """An error waits for the end: here it would leave the node without the tensors that it has saved."""
+        """Defer errors to `end_capture`: raised here, they would leave the node without its saved tensors."""
         try:
             return super().proxy_call_backward(inputs, output_metadatas, *others)
         except Exception as error:
@@ -122,7 +122,7 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
             return (None,) * len(output_metadatas)
 
     def leave(self) -> None:
-        """Leave the modes that a capture is made in. torch does so only where none fails (2.13); twice is no harm."""
+        """Exit the capture's contexts. torch exits them only if the capture succeeds (2.13). Safe to call twice."""
         self.stack.close()
         if hasattr(self, "compile_context"):
             self.compile_context.__exit__(None, None, None)
@@ -131,7 +131,7 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         return self.fake_tensor_mode.from_tensor(x, source=source, static_shapes=True)
 
     def post_acc_grad_hook(self, input: torch.Tensor, hook_id: int) -> list[torch.Tensor]:
-        """torch copies the parameter, with `as_strided`, which a DTensor lacks."""
+        """Record a hook call. torch's version copies the parameter with `as_strided`, which DTensors lack."""
         proxy = self.proxy_call_hook(self.hooks_proxy[hook_id], input, hook_type="post_acc_grad_hook")
         with _tracing_is_off():
             stand_ins = [torch.empty_like(input)]
@@ -139,7 +139,7 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         return stand_ins
 
     def end_capture(self, outputs: Any) -> Any:
-        """The graph; or an error of any class, of a function that cannot be captured. Nothing has run."""
+        """Return the compiled graph; nothing has run yet. Raises any error of a function that cannot be captured."""
         self.is_tracing = False
         if self._error is not None:
             raise self._error
@@ -150,10 +150,10 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a graph being captured has what followed from an operation on stand-ins, and is read.
+    """Return whether a node of a captured graph is an op that ran on placeholders, and its result is used.
 
-    What is pasted is not computed, and has other names. Zeros for unused outputs have the sizes that
-    these had in the forward: compiled autograd has them in the key of a graph, or among its inputs.
+    The nodes of an inlined AOTAutograd backward did not run; their names start with "aot". Zeros for unused outputs
+    are allowed: compiled autograd has their sizes in the graph's cache key or among its inputs.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.name.startswith("aot"):
         return False
@@ -161,11 +161,11 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def refill_constants(graph_module: fx.GraphModule) -> None:
-    """In a captured graph, replace each constant that holds a single value by a call that makes it in each backward.
+    """Replace each constant of a captured graph whose elements are all equal by an `aten.full` in each backward.
 
-    AOTAutograd's cache holds the backward of a forward as a pickle. Loading it traces the backward with torch.fx, which
-    evaluates calls without tensors (torch 2.13). The zeros that the gradient of an embedding is added to would stay in
-    memory as long as the code, and are as large as the table.
+    AOTAutograd caches backwards as pickles. Loading one traces it with torch.fx, which evaluates calls without tensor
+    arguments to constants (torch 2.13). A constant lives as long as the code. The zeros for an embedding's gradient
+    are as large as the table.
     """
     graph, replaced = graph_module.graph, set[str]()
     for node in graph.find_nodes(op="get_attr"):
@@ -181,69 +181,69 @@ def refill_constants(graph_module: fx.GraphModule) -> None:
             node.replace_all_uses_with(full)
             graph.erase_node(node)
             replaced.add(name)
-    for name in replaced:  # several nodes may read one
+    for name in replaced:  # a set: several nodes may read one attribute
         delattr(graph_module, name)
     if replaced:
         graph_module.recompile()
 
 
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:
-    """What a captured graph's check of an autograd function's outputs is given, each with what it has to be like.
-    Nothing for a node that is no such check; `None` for an output that is not asked for."""
+    """Return the outputs that a captured graph's `validate_outputs` call checks, each with its expected metadata.
+    Returns [] for any other node; the metadata is `None` if the output is not needed."""
     if getattr(node.target, "__name__", "") != "validate_outputs" or len(node.args) < 2:
         return []
     outputs, wanted = cast(tuple[Any, Any], node.args[:2])
-    # As `IValue`s come from C++: ((_, _, device, dtype, layout, _), shape, is_nested, dtype).
+    # C++ packs `IValue`s as ((_, _, device, dtype, layout, _), shape, is_nested, dtype).
     likes = (None if each is None else GradientLike(tuple(each[1]), _DTYPES[each[3]], each[0][2]) for each in wanted)
     return list(zip(outputs, likes, strict=True))
 
 
 class GradientLike(NamedTuple):
-    """The shape, dtype and device that a gradient has to have."""
+    """The expected shape, dtype and device of a gradient."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
 
     def make(self) -> torch.Tensor:
-        """One, with any values."""
+        """Return an uninitialized tensor with this metadata."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Accumulated(NamedTuple):
-    """The gradient from before, if there is one and the graph takes it, and what is added to it."""
+    """The existing gradient, `None` if it is absent or not a graph input, and the gradient added to it."""
 
     old: fx.Node | None
     new: fx.Node
 
 
 def accumulated(node: fx.Node) -> Accumulated:
-    """Of a captured graph's `call_accumulate_grad`."""
-    # (parameter, gradient, flag); since torch 2.13 (parameter, old gradient, gradient, flag).
+    """Return the gradients of a `call_accumulate_grad` node of a captured graph."""
+    # Arguments: (parameter, gradient, flag); since torch 2.13 (parameter, old gradient, gradient, flag).
     _, *old, new = (each for each in node.args if isinstance(each, fx.Node))
     return Accumulated(old[0] if old else None, new)
 
 
 def computes_only(target: object) -> bool:
-    """Whether the target of a captured graph's call computes tensors from tensors, and runs no code of the user's."""
-    if isinstance(target, _compiled_autograd.Op):  # a function of autograd's own, or one that was written in C++
+    """Return whether a call target in a captured graph only computes tensors from tensors and runs no user code."""
+    if isinstance(target, _compiled_autograd.Op):  # a built-in autograd function, or a custom one written in C++
         return not target.is_custom_function
     is_op = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-    # Of dynamic shapes: arithmetic of Python on sizes.
+    # Graphs with dynamic shapes contain Python arithmetic on sizes.
     on_sizes = target is _unwrap_size or getattr(target, "__module__", "") in ("_operator", "math")
     return is_op or on_sizes or sorts_only(target)
 
 
 def sorts_only(target: object) -> bool:
-    """Whether a captured graph's call sorts inputs or outputs of AOTAutograd's backward, or makes DTensors of them."""
+    """Return whether a call only reorders AOTAutograd's backward inputs or outputs, or builds DTensors from them."""
     return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue", "make_subclass")
 
 
 def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
-    """What a captured graph's node makes a DTensor of; nothing if it makes none, or does not tell.
+    """Return the inner tensors from which a `make_subclass` node builds its DTensor, [] if unknown or another node.
 
-    Compiled autograd gives each such node everything that AOTAutograd's backward computes, of which it takes a few
-    (torch 2.13, `proxy_subclass_constructor`): by its inputs alone each would depend on the whole backward.
+    Compiled autograd passes every output of AOTAutograd's backward to each such node, which reads only a few (torch
+    2.13, `proxy_subclass_constructor`). By its arguments alone each node would depend on the whole backward.
     """
     if getattr(node.target, "__name__", "") != "make_subclass" or not inspect.isfunction(node.target):
         return []
@@ -255,44 +255,44 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
 
 
 def accumulate_op() -> Any:
-    """The function of autograd that adds to a gradient, as graphs call it; there once something was captured."""
+    """Return the AccumulateGrad target that captured graphs call. It exists only after the first capture."""
     return _compiled_autograd.ops.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def asks_for_errors(error: Exception) -> bool:
-    """Whether `error` is, or may be, one that `error_on_recompile` or `set_stance("fail_on_recompile")` asks for."""
+    """Return whether `error_on_recompile` or `set_stance("fail_on_recompile")` caused, or may have caused, `error`."""
     return isinstance(error, _RecompileError) or stance() == "fail_on_recompile"
 
 
 def stance() -> str:
-    """What `torch.compiler.set_stance` has set, "default" without it."""
+    """Return the stance set by `torch.compiler.set_stance`, "default" if none was set."""
     return str(_eval_frame._stance.stance)
 
 
 def measure_no_guards() -> None:
-    """From now on Dynamo does not time the guards of what it compiles, for its log alone.
+    """Disable Dynamo's timing of guards, which serves only its log, for the rest of the process.
 
-    It empties the processor's caches for that, with 32 MiB, in 20 ms: a seventh of what a small model takes to
-    compile. There is no setting for it (torch 2.13).
+    Before timing, Dynamo flushes the CPU caches with 32 MiB. This takes 20 ms: a seventh of a small model's compile
+    time. torch has no setting for it (2.13).
     """
     _guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
 
 
 def let_go_of_nodes(graph_module: fx.GraphModule) -> None:
-    """For a graph that Dynamo has traced, once it is compiled.
+    """Free the nodes of a graph that Dynamo traced. Call it after the graph is compiled.
 
-    AOTAutograd's callable keeps the module, of which only names are needed, and the nodes would stay as long as
-    the code, with all that they know: 34 MiB for 600 parameters (torch 2.13).
+    AOTAutograd's callable keeps the module alive but needs only its names. The nodes and their metadata would live as
+    long as the code: 34 MiB for 600 parameters (torch 2.13).
     """
     graph_module._graph = fx.Graph()  # `graph = ` would compile the empty one
 
 
 def structured_trace_is_on() -> bool:
-    """Whether torch's structured trace is recorded (`TORCH_TRACE`). For sure only after something was traced."""
+    """Return whether torch's structured trace (`TORCH_TRACE`) is recorded. Reliable only after a first event."""
     return any(isinstance(handler, _TraceFile) for handler in _trace_log.handlers)
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Put a text into torch's structured trace, where `tlparse` shows it under this name."""
+    """Add a text artifact to torch's structured trace; `tlparse` shows it under `name`."""
     metadata = {"name": name, "encoding": "string"}
     _trace_structured("artifact", lambda: metadata, payload_fn=lambda: text, expect_trace_id=False)

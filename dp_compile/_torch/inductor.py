@@ -1,4 +1,4 @@
-"""Compilers and lowerings. Loading this loads Dynamo and Inductor: only for what runs once something is compiled."""
+"""Compilers and lowerings. Importing this loads Dynamo and Inductor: import it only in code that compiles."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ with named():
 
 GraphPassFn = Callable[[fx.Graph], None]
 OnCode = Callable[[fx.Graph, str], None]
-"""Called with the graph that code was generated from, and the code."""
+"""Receives the graph from which code was generated, and the code."""
 
 
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
 ) -> Callable[..., Any]:
-    """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
+    """Compile with Inductor, with `graph_pass` as the last post-grad pass. Patches config for this compile only."""
     patches: dict[str, Any] = {
         "post_grad_custom_post_pass": _chained(config.post_grad_custom_post_pass, graph_pass),
-        # On by default, it puts all compute first and then waits for each collective at once: no overlap left.
+        # On by default. It schedules all compute first and then waits right after each launch, so nothing overlaps.
         "reorder_for_peak_memory": False,
     }
     if hasattr(config.triton, "mix_order_reduction"):
-        # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
+        # Drops writes to slices of a concatenation, such as a bucket (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
     if hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
-        # On by default since 2.14 (pytorch#184240): it moves launches and waits that the graph pass has placed within
-        # its own bound of memory, and past ops that Inductor sees no dependency on, as those that write into a bucket.
+        # On by default since 2.14 (pytorch#184240). It moves the launches and waits that the graph pass has placed,
+        # within its own memory bound. It moves them past writes into a bucket: Inductor sees no dependency on those.
         patches["aten_distributed_optimizations.enable_simple_overlap"] = False
     if on_code is None:
         return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
@@ -63,8 +63,8 @@ def compile_with_inductor(
 def compile_forward_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass | None, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """As `torch.compile` does by itself, with `options`, and with `graph_pass` first in the post-grad stage. Of the
-    forward and, later, of its backward: the pass has to distinguish them."""
+    """Compile a forward as `torch.compile` does, with `options` and with `graph_pass` as the first post-grad pass.
+    Inductor later runs the pass on the backward too: the pass must distinguish the two graphs."""
     patches = dict(options)
     if graph_pass is not None:
         patches["post_grad_custom_pre_pass"] = _chained(config.post_grad_custom_pre_pass, graph_pass)
@@ -72,12 +72,12 @@ def compile_forward_with_inductor(
 
 
 def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
-    """Whether code that is made with these options is replayed, without the Python in between."""
+    """Return whether code compiled with these options is replayed as CUDA graphs, without running its Python code."""
     return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 class Keyed(CustomGraphPass):
-    """A frozen value that changes a graph, as a pass that Inductor's cache knows by all that the value says."""
+    """A graph pass for Inductor made from a frozen value; its cache key is the value's repr and source file."""
 
     def __init__(self, graph_pass: GraphPassFn) -> None:
         self.graph_pass = graph_pass
@@ -93,7 +93,7 @@ class Keyed(CustomGraphPass):
 def compile_with_aot_eager(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
 ) -> Callable[..., Any]:
-    """Trace to ATen, run `graph_pass` over the forward and its backward, and generate no code: seconds faster."""
+    """Trace to ATen and run `graph_pass` on the forward and its backward. Saves seconds: it generates no code."""
 
     def run_passes(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graph_pass(aten_graph.graph)
@@ -107,34 +107,34 @@ def compile_with_aot_eager(
 
 
 ir: Any = _ir
-"""The kinds of kernels, buffers and views that a lowering puts together."""
+"""Inductor's IR: the classes of kernels, buffers and views from which lowerings build their results."""
 
 
 def graph_being_lowered() -> Any:
-    """The graph that Inductor is lowering right now. Only valid inside a lowering."""
+    """Return the graph that Inductor is lowering. Only valid inside a lowering."""
     return _state.graph
 
 
 def lower(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of an op among Inductor's tensors, computed by its readers or fused into them."""
+    """Lower an op with Inductor's own lowering: its consumers compute it inline or fuse it."""
     return _lowerings[op](*args, **kwargs)
 
 
 def lower_as_call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of an op that is no kernel of Inductor's, among its tensors."""
+    """Lower an op as an external call (a fallback kernel)."""
     return _fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
 
 
 def run_first(buffer: Any, users: Sequence[Any]) -> None:
-    """Let the call that makes a buffer run before all else, as it needs nothing, and these of its users after it. They
-    write into its memory, which is no dependency that Inductor sees. No other buffer gets the memory later."""
+    """Schedule the call that creates `buffer`, which has no inputs, first, and `users` after it. The users write into
+    its memory, a dependency that Inductor does not see. Inductor never reuses the memory for another buffer."""
     graph = _state.graph
     operation = buffer.get_defining_op()
     graph.operations.remove(operation)
     graph.operations.insert(0, operation)
     graph.never_reuse_buffers.add(buffer.get_name())
-    # The dependencies below only order: without another user the call would be eliminated. (Those that also count as
-    # uses, `additional_star_deps`, went with pytorch#188301, in 2.15.)
+    # The dependencies below only order, so dead code elimination would drop a call without other users. (pytorch#188301
+    # removed `additional_star_deps`, which also count as uses, in 2.15.)
     operation.has_side_effects = lambda: True
     for user in users:
         graph.additional_buffer_deps[user.get_operation_name()].add(buffer.get_name())
@@ -142,14 +142,14 @@ def run_first(buffer: Any, users: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def generated_anew() -> Iterator[None]:
-    """Inside, all code is generated, though it may be found compiled already; the settings are what they were after.
-    AOTAutograd's cache lies in front of Inductor's, and knows whole graphs."""
+    """Bypass the compile caches in this block, so that Inductor generates all code. AOTAutograd's cache, which holds
+    whole graphs, is looked up before Inductor's."""
     with config.patch(fx_graph_cache=False), _functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 class ChainedPass(CustomGraphPass):
-    """The user's own post-grad pass first, then ours; neither overwrites the other."""
+    """The user's post-grad pass followed by ours; neither overwrites the other."""
 
     def __init__(self, first: GraphPassFn, second: CustomGraphPass) -> None:
         self.first, self.second = first, second
@@ -172,5 +172,5 @@ def _chained(existing: Any, ours: CustomGraphPass) -> CustomGraphPass:
 
 
 def source_hash(paths: Sequence[str]) -> str:
-    """A hash over the text of source files, the same in every process."""
+    """Return a hash of the contents of source files, equal in every process."""
     return str(get_hash_for_files(tuple(paths)))

@@ -1,4 +1,4 @@
-"""Names of torch that are not there: lacking in the installed one, or of a module that was not loaded."""
+"""Access to torch names that may be missing in the installed torch, or whose module may not be loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dp_compile.errors import UnsupportedTorchError
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Inside, a private name that is missing is one clear error, an UnsupportedTorchError."""
+    """Raise UnsupportedTorchError if an import or attribute access in this block fails."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -25,7 +25,7 @@ def named() -> Iterator[None]:
 
 
 def loaded(module: str, *names: str) -> Any:
-    """An attribute of a module of torch, `None` if nothing has imported that module yet."""
+    """Return a (nested) attribute of a torch module, the module without `names`, `None` if it is not imported."""
     found: Any = sys.modules.get(module)
     for name in names if found is not None else ():
         found = getattr(found, name)

@@ -1,4 +1,4 @@
-"""What `torch.optim` and `torch.amp` do between their public calls, and the `.grad` of a sharded optimizer."""
+"""Private state and methods of `torch.optim` and `torch.amp`, and the `.grad` of a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ with named():
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """The update of an optimizer's class, without the hooks that stand around `step()`. Autocast is for forwards,
-    inside of which this may run: Adafactor multiplies matrices."""
+    """Run the `step()` of an optimizer's class without step hooks and without autocast. It may run inside a forward
+    under autocast, which must not affect the update: Adafactor multiplies matrices."""
     step: Any = type(optimizer).step
     with _DisableAutocast():
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def found_inf_tensors(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Where `scaler.unscale_(optimizer)` has noted, for each device, whether what it looked at was not finite."""
+    """Return the per-device `found_inf` tensors that `scaler.unscale_(optimizer)` has recorded."""
     return list(_found_inf(scaler, optimizer).values())
 
 
 def note_backward(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Note at a scaler that gradients of an optimizer are there, until `scaler.update()`, which forgets its notes."""
+    """Record in a scaler that gradients of an optimizer are ready, until `scaler.update()` clears its records."""
     scaler._per_optimizer_states[id(optimizer)]["dp_compile"] = True
 
 
 def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `scaler.update()` is to come for what `note_backward` noted."""
+    """Return whether `note_backward` was called for the optimizer since the last `scaler.update()`."""
     return "dp_compile" in scaler._per_optimizer_states.get(id(optimizer), ())
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Whether torch's `_apply_optimizer_in_backward` made an optimizer that steps with this rank's own gradient."""
+    """Return whether torch's `_apply_optimizer_in_backward` updates the parameter with this rank's local gradient."""
     return bool(getattr(parameter, "_in_backward_optimizers", ()))
 
 
 def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Let every GradScaler call `step()` itself, with what it found in `optimizer.found_inf`; returns what ends that.
-    It must end: with the mark a scaler leaves it to the optimizer to unscale and to skip, which only fused ones do."""
+    """Make GradScaler always call `step()` and pass its result in `optimizer.found_inf`. Returns a function that undoes
+    it. Undo it: a scaler leaves unscaling and skipping to a marked optimizer, and only fused ones implement them."""
     if "_step_supports_amp_scaling" in vars(optimizer):
         return lambda: None
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 class ShardedGradient(torch.Tensor):
-    """A `.grad` of which each rank has used its part. To zero it is allowed, to compute with it is an error."""
+    """A `.grad` without values: each rank used its shard in the backward. Zeroing is a no-op; other ops raise."""
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> Any:
