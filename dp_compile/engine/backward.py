@@ -1,17 +1,17 @@
-"""Entry of every backward pass of the process: finds the replicated parameters that it reaches, and captures it or not.
+"""Entry of every backward of the process: finds the replicated modules it reaches, and captures it or runs it eagerly.
 
-It stands before the autograd engine while there are replicated modules. Backwards without any of them pass untouched.
+The entry wraps the autograd engine while replicated modules exist. Backwards that reach none of them run unchanged.
 
-| forward of the module            | what reduces                                                      |
+| forward of the module            | reduced by                                                        |
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, captured with the backward as one graph                    |
 | not compiled; compiled, and the  | hooks, run eagerly: the same collectives, logged once             |
 | capture is not possible, failed, |                                                                   |
 | or not worth its time            |                                                                   |
 
-A backward inside another one (reentrant checkpointing) is a part of the outermost one: its gradients are reduced when
-that one ends. A captured backward has no number of the engine's, and an engine's thread for an accelerator does not
-have our `BackwardState`: a backward is inside another one if it finds either.
+A nested backward (reentrant checkpointing) belongs to the outermost one, at whose end its gradients are reduced. A
+backward is nested if it finds a graph task or a `BackwardState`. It must test both: a captured backward has no graph
+task, and the engine's threads for accelerators do not have our thread-local `BackwardState`.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from dp_compile.replica.store_channel import is_of_other_ranks
 logger = logging.getLogger("dp_compile.backward")
 AT_ONCE: Final = 4
 COMES_AGAIN: Final = 64
-"""So many graphs of a module, by its plan, are compiled when they come for the first time; another one pays for its
-compilation once it has come so often. A model that takes another path in each step would be compiled in each step."""
+"""The first `AT_ONCE` graphs of a module under one plan are compiled at their first use, others after `COMES_AGAIN`
+uses. Otherwise a model that takes another path in each step would be compiled in each step."""
 MOST_CAPTURES: Final = 32
-"""Graphs may differ where their structure does not: in a number that code depends on."""
+"""Most captures of a module. Graphs of equal structure may still differ: in a number that code depends on."""
 _CAPTURE_PATIENCE_S: Final = 600.0
 
 _scope = threading.local()
 
 
 def install_entry() -> None:
-    """Start to look at backwards. Does nothing if that was done already."""
+    """Route every backward of the process through `_enter`. Does nothing if installed already."""
     autograd.watch_engine(_enter)
 
 
 @contextlib.contextmanager
 def compiled_backward() -> Iterator[None]:
-    """Capture and compile the backwards inside, also of a forward that was not compiled."""
+    """Capture and compile the backwards in this block, also if their forward was not compiled."""
     before = getattr(_scope, "forced", False)
     _scope.forced = True
     try:
@@ -80,7 +80,7 @@ def compiled_backward() -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """A call of the engine, by its own names of the arguments. A tuple: every backward of the process makes one."""
+    """The arguments of an engine call, by the engine's names. A tuple, because every backward creates one."""
 
     tensors: Sequence[Any]
     grad_tensors: Sequence[Any]
@@ -91,7 +91,7 @@ class _Call(NamedTuple):
     accumulate_grad: bool = False
 
     def run(self, *, is_inner: bool = False) -> tuple[torch.Tensor, ...]:
-        """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end."""
+        """Run the engine. If another thread's capture blocks an outermost backward, nothing has run yet: retry."""
         deadline: float | None = None
         while True:
             try:
@@ -146,7 +146,7 @@ def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...
 
 
 def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tensor, ...]:
-    """Run one inside another; `None`: in an engine's thread for an accelerator, or where C++ entered the engine."""
+    """Run a nested backward. `outermost` is None in the engine's accelerator threads and if C++ entered the engine."""
     replicas = _state_of(call).replicas
     if outermost is not None and replicas and current() is not None:
         _refuse_shared_nodes(outermost, call, replicas)
@@ -156,10 +156,10 @@ def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tens
 
 
 def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Sequence[Replica]) -> None:
-    """torch 2.13 loses what an inner backward adds to a parameter through a node that a captured one shares.
+    """Raise if a nested backward reaches a parameter through a node of the captured one: torch 2.13 loses gradients.
 
-    A cast is such a node, by a mixed precision policy or by hand, if it is made once and used inside of a reentrant
-    checkpoint and outside of it.
+    A cast (by a mixed precision policy or by hand) is such a node. Its result must be used both inside and outside of
+    a reentrant checkpoint.
     """
     if outermost.nodes is None:
         outermost.nodes = {each for each in _nodes(outermost.outputs) if autograd.leaf_behind(each) is None}
@@ -179,7 +179,7 @@ def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Seque
 
 
 def _reduce_late(state: BackwardState) -> None:
-    """Reduce what only inner backwards reached: the last of them has ended."""
+    """Reduce the modules that only nested backwards reached. Call it after the last of these has ended."""
     for replica, reduction_round in state.late.items():
         replica.history.backwards["eager hooks"] += 1
         with Watched([replica]), OneBackward([replica], keep_graph=False):
@@ -189,7 +189,7 @@ def _reduce_late(state: BackwardState) -> None:
 
 
 def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
-    """`torch.autograd.grad` with respect to parameters: correct for a norm or a penalty, wrong for an update."""
+    """Warn if `torch.autograd.grad` returns local gradients: correct for a norm or a penalty, wrong for an update."""
     found: dict[Replica, list[int]] = {}
     for replica, index in filter(None, map(owners.find, inputs)):
         if replica.state.sync and replica.group.world_size > 1:
@@ -239,7 +239,7 @@ def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.
 
 
 def _meet(state: BackwardState) -> None:
-    """Where ranks talk before a backward is reduced. The order is a protocol: ranks without inputs hear of it first."""
+    """Exchange data with other ranks before a reduction, in the protocol's order: first notify ranks without inputs."""
     state.is_announced = True
     for replica in state.synced:
         replica.state.step_guard.begin()
@@ -247,17 +247,17 @@ def _meet(state: BackwardState) -> None:
         uneven.announce(state.synced)
     for replica in state.synced:
         if replica.after.updates and replica.history.synced_backwards:
-            check_parameters(replica)  # of the step before: where in a backward a rank updates depends on its way
+            check_parameters(replica)  # of the last step: in a backward, captured and eager ranks update at other times
     state.launches = list(map(launches_so_far, state.synced))
 
 
 def _leave(state: BackwardState, error: BaseException) -> None:
-    """The backward failed on this rank: complete its part in the collectives of the others."""
+    """Complete this rank's part of the collectives after its backward failed."""
     synced = state.synced
     if not any(replica.group.has_others for replica in synced):
         return
     if is_of_other_ranks(error) or (state.is_announced and state.launches is None):
-        # They do not come, or hear of it where they meet.
+        # The other ranks do not launch, or learn of the error at their next synchronisation point.
         leave({each: 0 for each in synced if state.launches is not None and each.state.step_guard.reduced}, error)
         return
     try:
@@ -283,11 +283,11 @@ def _leave(state: BackwardState, error: BaseException) -> None:
 
 
 def _follow(state: BackwardState, error: BaseException) -> None:
-    """Where other ranks have the gradients, take part in what they do with them."""
+    """For modules whose gradients other ranks have, run this rank's part of the steps after the reduction."""
     others = [replica for replica in state.synced if replica.state.step_guard.reduced]
     for replica in others:
         if replica not in state.completed:
-            with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
+            with contextlib.suppress(DesyncError, ReductionError):  # `error` is raised instead: it says more
                 complete_backward(replica, {})
     for replica in others:
         for each in () if replica.state.is_dry_run else replica.after.updates:
@@ -295,7 +295,7 @@ def _follow(state: BackwardState, error: BaseException) -> None:
 
 
 def _check_inputs(replica: Replica, call: _Call) -> None:
-    """`backward(inputs=...)` with some of the parameters is no way to leave the others out."""
+    """Raise if `backward(inputs=...)` omits parameters of a module that must not have unused ones."""
     if not call.inputs or replica.config.may_be_unused:
         return
     given = set(map(id, map(_leaf_of, call.inputs)))
@@ -308,10 +308,10 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
 
 
 def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
-    """Captured, or eagerly."""
+    """Run a backward captured, or eagerly if an obstacle prevents or ends its capture."""
     obstacle, is_refused = _obstacle(state, call), False
     if obstacle is None:
-        # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
+        # A local import: it loads Dynamo and Inductor, which the forward's compilation has loaded already.
         from dp_compile.engine.compile import described
 
         with Capturing(state) as turn:
@@ -329,7 +329,7 @@ def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
                     if state.is_spoilt:
                         _remember(state, obstacle)
                         raise
-                    # Nothing has run, and the graph is whole: an error of the user's own comes once more, as it is.
+                    # Nothing has run and autograd's graph is intact: the eager run raises a user's error unwrapped.
     result = _run_eagerly(state, obstacle, call)
     if is_refused:
         _remember(state, obstacle)
@@ -362,7 +362,7 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
         replica.history.backwards["captured" if replica.state.sync else "without sync"] += 1
         if len(replica.history.captures) > before:
             replica.history.structures[_structure(state.outputs)] = COMES_AGAIN
-    for replica in state.synced:  # it has sent its flags before its hooks ran: what they changed is found here
+    for replica in state.synced:  # flags were sent before hooks ran, so changes made by hooks are found here
         replica.state.step_guard.note_steps()
         if replica.state.step_guard.stepped:
             indices = sorted(replica.state.step_guard.stepped)
@@ -372,7 +372,7 @@ def _run_captured(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]
 
 
 def _remember(state: BackwardState, obstacle: str) -> None:
-    """Try no second time to capture such a graph."""
+    """Record that graphs of this structure cannot be captured, so that later backwards do not try again."""
     for replica in state.replicas:
         replica.history.refused[_structure(state.outputs)] = obstacle
 
@@ -404,10 +404,10 @@ def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
 def complete_backward(
     replica: Replica, reduced: Mapping[str, torch.Tensor] | None = None, outputs: Sequence[Any] = ()
 ) -> None:
-    """What follows a synchronised backward on every rank, with guards of its result.
+    """Finish a synchronised backward on every rank: rescale, broadcast buffers, count it, and check its result.
 
-    `reduced`: the reduced gradients by name, where this rank took part with zeros only. `outputs`: what the backward
-    started from on this rank.
+    `reduced`: the reduced gradients by name if this rank contributed only zeros. `outputs`: the roots of this rank's
+    backward.
     """
     if reduced is None and replica.state.uneven is not None:
         replica.state.uneven.rescale()
@@ -421,45 +421,45 @@ def complete_backward(
         check_parameters(replica)
 
 
-# --- which way it goes --------------------------------------------------------------------------------------------
+# --- captured or eager --------------------------------------------------------------------------------------------
 
 
 def _state_of(call: _Call) -> BackwardState:
-    """What a backward reaches. In `torch.autograd.grad` nothing is accumulated and no hook runs: nothing to reduce."""
+    """Return the state of a backward and its modules. `torch.autograd.grad` has none: it accumulates nothing."""
     if not call.accumulate_grad:
         return BackwardState(call.tensors)
     replicas, strangers, is_compiled = _search(call.tensors)
-    if call.inputs:  # nothing else is accumulated
+    if call.inputs:  # only these are accumulated
         leaves = [leaf for leaf in map(_leaf_of, call.inputs) if leaf is not None]
         replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
     elif not replicas:
-        for replica in owners if strangers else ():  # every parameter of a module may be a new one
+        for replica in owners if strangers else ():  # all parameters of a module may be replaced ones
             if replica.state.sync and replica.config.check_reductions:
                 refuse_unreduced(replica, strangers)
-    # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
+    # The gradients of the last module are usually ready first. Any order works that is equal on all ranks.
     in_order = tuple(sorted(replicas, key=lambda replica: -replica.module.number))
     synced = tuple(replica for replica in in_order if replica.reduces)
     return BackwardState(call.tensors, in_order, synced, is_compiled=is_compiled)
 
 
 def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], bool]:
-    """The modules; parameters of no module; and whether AOTAutograd compiled a part of it, or it is captured anyway.
+    """Return the replicas reached, the parameters of no replica, and whether the backward is compiled.
 
-    Walks the autograd graph, depth first, until everything there is to know is known. The first leaf is usually a
-    parameter next to a compiled backward, so this ends after a few nodes.
+    It is, if AOTAutograd compiled a part of its graph or `compiled_backward` is active. Walks the graph depth first
+    until the result is known. The first leaf is usually a parameter next to a compiled backward: a few nodes.
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
     compiled = is_known = False
     all_replicas = len(owners)
-    leaf_behind, is_aot_backward = autograd.leaf_behind, autograd.is_aot_backward  # every backward of the process
+    leaf_behind, is_aot_backward = autograd.leaf_behind, autograd.is_aot_backward  # local names: a hot loop
     for node in _nodes(outputs):
         variable = leaf_behind(node)
         if variable is not None:
             owner = owners.find(variable)
             if owner is not None:
-                if not replicas:  # asked late: a backward of other modules need not know
-                    # Where the answer is known the walk can stop sooner.
+                if not replicas:  # only now: backwards that reach no replica need not compute this
+                    # If it is known that nothing was compiled, the walk can stop sooner.
                     is_known = not autograd.has_aot_backwards()
                     compiled = compiled or getattr(_scope, "forced", False)
                 replicas.add(owner[0])
@@ -473,14 +473,14 @@ def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], b
 
 
 def _reached(outputs: Iterable[Any], replica: Replica) -> set[int]:
-    """The parameters of a module that are in the graph of a backward from these."""
+    """Return the indices of a module's parameters that are leaves of the autograd graph of `outputs`."""
     variables = map(autograd.leaf_behind, _nodes(outputs))
     places = (owners.find(variable) for variable in variables if variable is not None)
     return {place[1] for place in places if place is not None and place[0] is replica}
 
 
 def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of the graph of a backward from these tensors, edges or nodes, depth first."""
+    """Yield the nodes of the autograd graph of tensors, edges or nodes, depth first."""
     seen: set[Any] = set()
     stack = list(map(_node_of, outputs))
     while stack:
@@ -492,7 +492,7 @@ def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _node_of(output: Any) -> Any:
-    """Where a backward from an output starts; from a leaf it starts, and ends, where its gradient is accumulated."""
+    """Return the node at which a backward from an output starts. For a leaf, it is the AccumulateGrad node."""
     if not isinstance(output, torch.Tensor):
         return getattr(output, "node", output)
     if output.grad_fn is not None or not output.requires_grad:
@@ -501,15 +501,15 @@ def _node_of(output: Any) -> Any:
 
 
 def _leaf_of(given: Any) -> torch.Tensor | None:
-    """The leaf that an element of `inputs` stands for, which is a tensor or an edge of the graph."""
+    """Return the leaf of an element of `inputs`, which is a tensor or a gradient edge; `None` for an inner edge."""
     return given if isinstance(given, torch.Tensor) else autograd.leaf_behind(getattr(given, "node", None))
 
 
 def _obstacle(state: BackwardState, call: _Call) -> str | None:
-    """Why this backward cannot be captured, or `None`."""
+    """Return why this backward cannot be captured, `None` if it can."""
     replicas = state.replicas
     if not state.synced:
-        return "no gradient in it is reduced"  # autograd runs what AOTAutograd made: a capture would be compiled for it
+        return "no gradient in it is reduced"  # autograd runs AOTAutograd's code: a capture would only cost compilation
     if not state.is_compiled:
         return "its forward was not compiled; call torch.compile(model) for one graph with fused all-reduces"
     if (obstacle := _obstacle_of_tensors(replicas, call.tensors) or _obstacle_of_modules(replicas)) is not None:
@@ -528,7 +528,7 @@ def _obstacle(state: BackwardState, call: _Call) -> str | None:
 def _obstacle_of_tensors(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
     if not any(replica.module.dtensors for replica in replicas):
         return None
-    # Compiled code records no operations on DTensors; a captured graph with some cannot be traced as one (torch 2.13).
+    # Compiled forwards record no DTensor nodes. A captured graph with DTensor nodes cannot be traced (torch 2.13).
     if any(map(is_dtensor, outputs)) or any(map(autograd.leaves_dtensors, _nodes(outputs))):
         return "operations on DTensors in it were not compiled"
     if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.module.dtensors):
@@ -554,7 +554,7 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
 
 
 def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
-    """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
+    """Return why this autograd graph is not captured: a capture failed before, or it is too rare to compile yet."""
     history = replicas[0].history
     compiled = len(history.captures) - history.captures_of_other_plans
     all_at_once = compiled < AT_ONCE or replicas[0].state.is_dry_run
@@ -574,7 +574,7 @@ def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) 
 
 
 def _structure(outputs: Iterable[Any]) -> int:
-    """What autograd has recorded between these tensors and the leaves: equal for equal nodes, edges and leaves."""
+    """Return a hash of the autograd graph of `outputs`, equal for equal node types, edges and leaves."""
     numbers: dict[Any, int] = {}
     found: list[object] = []
     stack = list(map(_node_of, outputs))

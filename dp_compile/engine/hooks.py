@@ -1,9 +1,9 @@
-"""One hook per parameter, and what the hooks do when nothing is captured.
+"""Gradient hooks, one per parameter, and the eager reduction that they drive in backwards that are not captured.
 
-A hook means: the gradient of this parameter is complete, reduce it once. In a captured backward `engine/graph.py` puts
-that reduction into the graph, after all hooks of the parameter. Everywhere else the hook reports to a
-`ReductionRound`, which runs the plan's buckets in the plan's order: the collectives are the same ones, so a rank that
-could not capture one backward still works together with ranks that could.
+A hook marks the gradient of its parameter as complete, to be reduced once. In a captured backward `engine/graph.py`
+puts that reduction into the graph, after all hooks of the parameter. Otherwise the hook reports to a `ReductionRound`,
+which launches the plan's buckets in the plan's order. Both launch the same collectives, so a rank whose capture failed
+still works with ranks whose capture succeeded.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ResultT = TypeVar("ResultT")
 
 
 class GradHook:
-    """Called by autograd when the gradient of parameter `index` of a replica has been accumulated.
+    """The hook of parameter `index` of a replica; autograd calls it after it has accumulated the gradient.
 
-    Parameters hold their hooks where Python's garbage collector does not look, so a hook must not hold its replica.
+    The garbage collector does not see a parameter's references to its hooks, so a hook must hold its replica weakly.
     """
 
     __slots__ = ("_replica", "index", "name")
@@ -49,7 +49,7 @@ class GradHook:
 
     @property
     def replica(self) -> Replica | None:
-        """`None` once the module is gone and only the parameter is left."""
+        """The replica, `None` once its module is deleted and only the parameter remains."""
         return self._replica()
 
     def __call__(self, parameter: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class GradHook:
             )
         receiver = receiver_of(replica)
         if receiver is None:
-            # C++ entered the engine. What changed before and what changed in the backward look the same.
+            # C++ started this backward, so the guard cannot separate changes before it from changes inside it.
             receiver = _open_round(replica)
             replica.state.step_guard.at_start = ()
         receiver.mark_ready(self.index)
@@ -74,26 +74,26 @@ class GradHook:
 
 @dataclass(frozen=True, slots=True)
 class UnsyncedGradients:
-    """A backward without synchronisation: what was used is reported in the next one with it."""
+    """The receiver of a backward without synchronisation. The next synchronised one reports the used parameters."""
 
     replica: Replica
     existing: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """With CUDA graphs, the gradients from before this backward, by index."""
+    """The gradients before this backward, by index; recorded only with CUDA graphs."""
 
     def mark_ready(self, index: int) -> None:
         parameter = self.replica.parameters[index]
         grad = parameter.grad
-        if grad is None:  # of a backward inside another one, which had nothing for it
+        if grad is None:  # a nested backward computed no gradient for it
             return
         self.replica.state.step_guard.used.add(index)
         if self.existing.get(index) is not grad and compiler.replays_cuda_graphs(parameter.device):
-            # Autograd keeps what compiled code returned, and the next replay overwrites it (pytorch#169545).
+            # Autograd keeps the output of compiled code as `.grad`; the next replay overwrites it (pytorch#169545).
             parameter.grad = grad.clone()
 
 
 @dataclass(frozen=True, slots=True)
 class NoGradients:
-    """Hook target in a captured backward. The graph contains the reductions, so a hook that runs is an error."""
+    """The receiver of a captured backward. The graph contains the reductions, so a hook that runs is an error."""
 
     replica: Replica
 
@@ -106,7 +106,7 @@ class NoGradients:
 
 
 def receiver_of(replica: Replica) -> GradientReceiver | None:
-    """Where the hooks of a module report in the backward of it that is in progress."""
+    """Return the receiver of a module's hooks in its current backward, `None` if no backward is in progress."""
     receiver = replica.state.receiver
     is_left_over = isinstance(receiver, ReductionRound) and receiver.is_left_over()
     return None if is_left_over else receiver
@@ -114,7 +114,7 @@ def receiver_of(replica: Replica) -> GradientReceiver | None:
 
 @contextlib.contextmanager
 def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
-    """Inside, hooks of these modules report there."""
+    """Route the hooks of each module to its receiver in this block."""
     before = [(replica, replica.state.receiver) for replica in receivers]
     for replica, now in receivers.items():
         replica.state.receiver = now
@@ -126,7 +126,7 @@ def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
 
 
 def install_hooks(replica: Replica) -> None:
-    """Put one hook on each parameter of a replica; `ModuleRefs.hook_handles` take them off."""
+    """Register one hook on each parameter of a replica; `ModuleRefs.hook_handles` remove them."""
     replica.module.hook_handles = tuple(
         parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
         for index, parameter in enumerate(replica.parameters)
@@ -138,25 +138,25 @@ class ReductionRound:
     """The reductions of one backward that was not captured: the plan's buckets, launched in the plan's order."""
 
     replica: Replica
-    graph_task: int | None = None  # the engine's number of the backward, if its end is seen by the engine only
-    before: ReductionRound | None = None  # of another module, which launches everything first, as captured code does
-    absent: bool = False  # no inputs are left, or the backward failed: takes part with zeros and keeps nothing
-    silent_launches: int = 0  # how many launches, in the plan's order, a backward that failed has made
-    is_held: bool = False  # nothing is launched before the end, as an inner backward may add to a gradient once more
+    graph_task: int | None = None  # the backward's id in the engine, if only an engine callback marks its end
+    before: ReductionRound | None = None  # another module's round; it launches all buckets first, as captured code does
+    absent: bool = False  # no inputs are left, or the backward failed: contributes zeros and keeps no result
+    silent_launches: int = 0  # launches, in the plan's order, that a failed backward has made already
+    is_held: bool = False  # launches nothing before the end, as a nested backward may add to a gradient again
     reached: Callable[[], Collection[int]] = tuple
-    """Parameters that are in the backward's graph. Asked for if some did not arrive: a function of the user's may have
-    given none, which counts as zeros, as for torch's DDP."""
+    """Returns the parameters in the backward's graph; called if some gradients are missing. A user's function may have
+    returned None for these, which counts as zeros, as in torch's DDP."""
     arrived: dict[int, None] = field(default_factory=dict)  # parameters in the order in which gradients were completed
     awaited: list[int] | None = field(init=False)
-    """Members of the next bucket, the first one last; those that have arrived go. `None`: all buckets are launched."""
+    """Members of the next bucket in reverse order; completed ones are popped. `None`: all buckets are launched."""
     flights: list[tuple[EagerOps, Generator[None, None, torch.Tensor]]] = field(default_factory=list)
-    """The buckets that are on their way."""
+    """The launched buckets."""
     memory: Callable[..., torch.Tensor] | None = field(init=False)
-    """Where that of buckets comes from. It is given back with the round, but for what became a gradient."""
-    new: frozenset[int] = frozenset()  # had no gradient before: it gets the memory of the bucket, others keep their own
-    due: deque[tuple[int, int]] = field(init=False)  # buckets and stages that are still to be launched
+    """Allocates buckets in memory that is reused after the round unless it became a gradient. `None`: no reuse."""
+    new: frozenset[int] = frozenset()  # had no gradient before: its `.grad` may alias the bucket, others are copied to
+    due: deque[tuple[int, int]] = field(init=False)  # (bucket, stage) pairs still to be launched
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
+    """The reduced gradients and flags by index once the round is finished, without scattered gradients."""
 
     def __post_init__(self) -> None:
         self._await_next()
@@ -165,9 +165,9 @@ class ReductionRound:
         self.memory = state.bucket_memory.in_turn(self.replica.device) if keeps_memory else None
 
     def mark_ready(self, index: int) -> None:
-        """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next."""
+        """Record that the gradient of parameter `index` is accumulated, and launch the next buckets if complete."""
         if index in self.replica.module.dtensors:
-            # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
+            # Now, not when its bucket is filled: ranks that hold other shards of it may have another plan.
             lay_out(self.replica.parameters[index])
         launched = (member.gradient.index for ops, _ in self.flights for member in ops.bucket.members)
         if index in self.arrived and index in launched:
@@ -175,7 +175,7 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
-        # Without this gradient: the user's own hooks on it, which may change it, can come after ours.
+        # Do not count this gradient yet: a user's hooks on it may run after ours and change it.
         is_next = not self.is_held and (self.before is None or not self.before.due)
         while is_next and self.awaited is not None:
             while self.awaited and self.awaited[-1] in self.arrived:
@@ -186,11 +186,11 @@ class ReductionRound:
         self.arrived[index] = None
 
     def is_left_over(self) -> bool:
-        """Whether it belongs to an earlier backward, that was interrupted before the engine saw its end."""
+        """Return whether the round belongs to an earlier backward that was interrupted before its end callback."""
         return self.graph_task is not None and self.graph_task != autograd.graph_task()
 
     def finish(self) -> None:
-        """Complete the set with zeros, wait for all buckets and hand the averages out. Raises as `read_flags`."""
+        """Contribute zeros for missing gradients, wait for all buckets and set `.grad`. Raises as `read_flags`."""
         replica, everything = self.replica, range(len(self.replica.parameters))
         try:
             if not self.absent and len(self.arrived) < len(everything):
@@ -198,7 +198,7 @@ class ReductionRound:
             if not self.absent:
                 replica.state.step_guard.note_steps()
                 for index in sorted(replica.module.dtensors.difference(self.arrived)):
-                    lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
+                    lay_out(replica.parameters[index])  # its gradient is of earlier, unsynchronised backwards
             unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.state.step_guard.used})
             self.launch_rest(None if self.absent else flags_to_send(replica, unused, used))
@@ -215,7 +215,7 @@ class ReductionRound:
             self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
         finally:
-            if self.graph_task is not None:  # else the caller, which sees the end, does this
+            if self.graph_task is not None:  # otherwise the caller does this at the end of the backward
                 replica.count_synced()
                 replica.state.receiver = None
 
@@ -227,17 +227,17 @@ class ReductionRound:
 
     @property
     def launches(self) -> int:
-        """How many collectives it has launched."""
+        """The number of collectives launched."""
         return sum(ops.launches for ops, _ in self.flights)
 
     def drop(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for all collectives in flight and discard their results."""
         for ops, _ in self.flights:
             if ops.work is not None:
                 ops.work.wait()
 
     def _wait(self) -> dict[int, torch.Tensor]:
-        """For all buckets; of which each rank has a part, that is handed on."""
+        """Wait for all buckets and return their averages by index. Scattered buckets go to `after.parts_to` instead."""
         reduced: dict[int, torch.Tensor] = {}
         for number, (ops, reducing) in enumerate(self.flights):
             tensor = finished(reducing)
@@ -249,7 +249,7 @@ class ReductionRound:
         return reduced
 
     def _set_grads(self) -> None:
-        """Let the gradients that arrived be their averages: in place, or else in the memory of the bucket."""
+        """Set completed gradients to their averages, in place or as a view of the bucket; None if scattered."""
         replica, is_plain = self.replica, self.replica.module.is_plain
         scattered, parameters = replica.after.scattered, replica.parameters
         for index in self.arrived:
@@ -264,9 +264,9 @@ class ReductionRound:
                 replica.set_grad(index, self.averages[index])
 
     def _reduce_sparse(self, left_alone: Collection[int]) -> None:
-        """Average sparse gradients as torch's DDP does: divided, then added up, each by itself and after all buckets.
+        """Average sparse gradients as torch's DDP does: divide and all-reduce one by one, after all buckets.
 
-        Ranks without one take part with no rows, and are given the average unless no rank used the parameter.
+        Ranks without a gradient contribute no rows. They get the average too, unless no rank used the parameter.
         """
         group = self.replica.group
         for index in sorted(self.replica.module.sparse):
@@ -286,7 +286,7 @@ class ReductionRound:
 
     def _launch(self, bucket: Bucket, flags: torch.Tensor | None) -> None:
         number, hook = len(self.flights), bucket.key.reduction.hook
-        members = () if hook in (None, CALLED) else bucket.members  # only functional hooks remember
+        members = () if hook in (None, CALLED) else bucket.members  # only functional hooks have state
         ops = EagerOps(
             bucket,
             [self._source(member.gradient.index, flags) for member in bucket.members],
@@ -301,11 +301,11 @@ class ReductionRound:
             reducing = reduce_by_call(called, bucket, ops, self.replica.parameters, self.replica.plan)
         self.flights.append((ops, reducing))
         self._await_next()
-        # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
-        # stage before those, and buckets are launched in the plan's order.
+        # Only later stages of launched buckets are due before this bucket's first stage: `launch_order` puts each
+        # bucket's first stage before its later ones, and buckets are launched in the plan's order.
         while self._launch_stage() != (number, 0):
             pass
-        # Not yet the last stages: this rank would stand still until the slow link has carried all before them.
+        # Keep the last stages back: this rank would block until the slow link has finished the stages before them.
         while self.due and (stage := self.due[0][1]):
             stages = self.replica.plan.buckets[self.due[0][0]].key.reduction.stages
             if stage == len(stages) - 1 and is_handed_back_at_the_end(stages):
@@ -313,7 +313,7 @@ class ReductionRound:
             self._launch_stage()
 
     def _launch_stage(self) -> tuple[int, int]:
-        """Launch what is due next, and wait for the stage before it."""
+        """Launch the stage that is due next, after waiting for its bucket's previous stage."""
         number, stage = self.due.popleft()
         ops, reducing = self.flights[number]
         ops.is_silent, self.silent_launches = self.silent_launches > 0, self.silent_launches - 1
@@ -343,9 +343,9 @@ def reduce_eagerly(
     create_graph: bool = False,
     reached: Callable[[Replica], Collection[int]] | None = None,
 ) -> ResultT:
-    """Run a backward that is not captured; its hooks reduce these modules, in this order.
+    """Run a backward without capture; its hooks reduce the gradients of these modules, in this order.
 
-    `create_graph`: its gradients are part of a graph, and stay that. `reached`: see `ReductionRound.reached`.
+    `create_graph`: gradients stay in their autograd graph, so none aliases a bucket. `reached`: see `ReductionRound`.
     """
     synced = [replica for replica in replicas if replica.reduces]
     finalize_plans(synced)
@@ -366,14 +366,14 @@ def reduce_eagerly(
     with reporting(local | {each.replica: each for each in rounds}), during(BACKWARD, *synced):
         try:
             result = run()
-            for each in rounds:  # in the order in which they launch
+            for each in rounds:  # in launch order
                 each.finish()
         except BaseException as error:
             for each in () if is_of_other_ranks(error) else rounds:
                 each.drop()
             try:
                 leave({each.replica: each.launches for each in rounds}, error)
-            except Exception as another:  # of a hook, a second time: who called this one completes the rest
+            except Exception as another:  # a hook failed again: the caller completes the remaining launches
                 if is_of_other_ranks(another):
                     raise
             raise
@@ -381,9 +381,9 @@ def reduce_eagerly(
 
 
 def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
-    """Complete this rank's part in a backward that failed on it: no rank waits for it, and no receive is left over.
+    """Complete this rank's collectives of a backward that failed on it, so no rank waits and no receive is pending.
 
-    `launches`: how many collectives of each module were launched, in the order in which they are reduced.
+    `launches`: the number of launched collectives per module, in the order of reduction.
     """
     for replica, launched in launches.items():
         if not replica.group.has_others:
@@ -391,8 +391,8 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
         local = replica.state.step_guard
         if local.reduced is None and not is_of_other_ranks(error):
             rest = ReductionRound(replica, absent=True, silent_launches=launched)
-            rest.memory = None  # it may still be in use
-            # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
+            rest.memory = None  # launched collectives may still use it
+            # The flags are in the last bucket. Once it is launched, every rank will accept the gradients.
             local.reduced = launched > rest.due.index((len(replica.plan.buckets) - 1, 0))
             rest.launch_rest(flags_of_failure(replica, error))  # with zeros
             for _, reducing in rest.flights:
@@ -407,15 +407,15 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
 
 
 def launches_so_far(replica: Replica) -> int:
-    """Collectives of any kind launched in its groups. Only differences mean something."""
+    """Return the number of collectives of any kind launched in a replica's groups. Only differences are meaningful."""
     return sum(collectives_launched(group_of_name(name), replica.device) for name in replica.planning.groups)
 
 
 def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) -> None:
-    """A backward that is inside another one reaches a module: its gradients are part of the outermost one's.
+    """Hold the launches of a module that a nested backward reaches: its gradients belong to the outermost backward.
 
-    `late` takes a round of a module that the outermost one does not reach, which is to be finished at its end; `None`:
-    the engine says when that is.
+    `late` receives the round of a module that the outermost backward does not reach; the caller finishes it at the end.
+    `None`: an engine callback finishes it.
     """
     receiver = receiver_of(replica) or _open_round(replica, late)
     if isinstance(receiver, ReductionRound):
@@ -423,9 +423,9 @@ def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) ->
 
 
 def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> GradientReceiver:
-    """Where the hooks of a module report whose backward `engine/backward.py` has not seen begin.
+    """Return the receiver for a module whose backward `engine/backward.py` did not see begin.
 
-    Its end is seen by the engine only, so nothing may follow it.
+    Raises ReductionError if an update must follow the backward: only the engine sees its end.
     """
     if replica.state.sync and (not replica.state.reduces_gradients or replica.after.parts_to is not None):
         what = "sharded optimizer" if replica.state.reduces_gradients else "step at the end of each backward"
