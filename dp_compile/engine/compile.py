@@ -1,4 +1,4 @@
-"""The code of a captured backward, and what one run of it needs."""
+"""Compiled code of a captured backward, and the state that one run of it needs."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ _code_numbers = itertools.count()
 _NOTHING: Final = contextlib.nullcontext()
 
 QUIET_BACKWARDS: Final = 10
-"""So many synchronised backwards without compilation, and the next one that compiles is worth a word."""
+"""A compilation after this many synchronised backwards without one logs a warning."""
 
 
 class NotTraced(DPCompileError):
-    """Dynamo did not trace the captured backward; nothing of it has run."""
+    """Dynamo did not trace the captured backward; none of it has run."""
 
 
 class OtherMemory(DPCompileError):
-    """Other tensors share memory than when the code was made, which updates parameters; nothing of it has run."""
+    """The inputs of code that updates parameters alias differently than at compilation; none of it has run."""
 
 
 class CompiledBackward:
-    """The code of a captured graph for one binding. Holds no model between runs."""
+    """Compiled code of a captured graph for one binding. Holds no reference to a model between runs."""
 
     def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
-        self.has_begun = False  # code of it was running: what it was given may be used up
+        self.has_begun = False  # its code has started to run and may have consumed its inputs
         self._graph = captured
         self._plans = tuple(replica.plan.for_code() for replica in replicas)
         self._number = next(_code_numbers)
@@ -87,7 +87,7 @@ class CompiledBackward:
                 started, record = time.monotonic(), self._record
                 if self._run is None:
                     module, self._assigned = with_reductions(self._graph, self._replicas)
-                    # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+                    # The plain method: `GraphModule.__call__` wraps errors in code that Dynamo would trace and hide.
                     self._run = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
                 parameters = [inputs[position] for position in self._assigned]
                 outputs, reduced, gradients = self._run(inputs, *rest)
@@ -109,10 +109,10 @@ class CompiledBackward:
         return outputs
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """In the order of `with_reductions`: per replica flags and old gradients of unused parameters."""
+        """Yield each replica's flags and existing gradients of unused parameters, in the order of `with_reductions`."""
         for ordinal in self._graph.synced:
             for index in sorted(replicas[ordinal].module.dtensors.intersection(self._graph.unused[ordinal])):
-                lay_out(replicas[ordinal].parameters[index])  # of earlier backwards, without synchronisation
+                lay_out(replicas[ordinal].parameters[index])  # its gradient is of earlier, unsynchronised backwards
         for ordinal in self._graph.synced:
             replica, unused = replicas[ordinal], self._graph.unused[ordinal]
             used = self._graph.used[ordinal]
@@ -123,10 +123,9 @@ class CompiledBackward:
                 if (ordinal, index) in self._graph.binding.kept:
                     grad = replica.parameters[index].grad
                     assert grad is not None
-                    # A copy: compiled autograd hands it over as well where the parameter's node is reached by no
-                    # gradient, and Dynamo (torch 2.13) fails on a tensor that stands twice in that list; and one view
-                    # of a bucket next to another to which is added is more than AOTAutograd can trace with dynamic
-                    # shapes.
+                    # A copy. First, compiled autograd also passes this tensor if no gradient reaches the parameter's
+                    # node, and Dynamo (torch 2.13) fails on a tensor that occurs twice in the list of inputs. Second,
+                    # with dynamic shapes AOTAutograd cannot trace two views of a bucket if one is accumulated into.
                     yield local_tensor(grad).detach().clone()
 
     def _hand_out(
@@ -151,10 +150,10 @@ class CompiledBackward:
         if complaints:
             raise complaints[0]
 
-    # --- compiling it
+    # --- compilation
 
     def _compile_whole(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """The backend that is called with the whole backward, by Dynamo or in its place."""
+        """Compile the whole backward. This is the backend that Dynamo calls."""
         found = reductions_in(graph_module.graph)
         self._check_reductions(found)
         logger.debug("compiling a graph of a backward, %d reductions in it", found.total())
@@ -209,10 +208,10 @@ class CompiledBackward:
         compile_graph = inductor.compile_with_inductor if is_inductor else inductor.compile_with_aot_eager
         with observing(note_written):
             compiled = compile_graph(graph_module, example_inputs, pipeline, None if dump is None else dump.code)
-        result = results[-1] if results else None  # code from a cache, of the same plans, has no graph to count in
+        result = results[-1] if results else None  # cached code, of the same plans, has no graph to count in
         plans = [self._plans[ordinal] for ordinal in self._graph.synced]
         planned = sum(len(bucket.key.reduction.stages) for plan in plans for bucket in plan.buckets)
-        # Another one if Dynamo starts again: it throws away what it compiled before.
+        # A new record if Dynamo restarts, because it discards the code compiled before.
         self._record = CaptureRecord(
             hooks=sum(len(self._graph.used[ordinal]) for ordinal in self._graph.synced),
             reductions=sum(len(plan.gradients) for plan in plans),
@@ -228,7 +227,7 @@ class CompiledBackward:
         return compiled
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
-        """Compiled code, and what its ops ask for while it runs. `shares`: `_memory_of` its inputs when it was made."""
+        """Wrap compiled code to provide the state that its ops read. `shares`: `_memory_of` the example inputs."""
 
         def run(*args: Any) -> Any:
             if self._memory_of(args) != shares:
@@ -247,7 +246,7 @@ class CompiledBackward:
         return run
 
     def _memory_of(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """For each tensor the first of the parameters that are updated in whose memory it lies; else -1."""
+        """Return for each input the number of the first updated parameter that shares its memory, -1 if none does."""
         if not self._graph.updates:
             return ()
         written = [
@@ -261,7 +260,7 @@ class CompiledBackward:
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
-    """Warn of a compilation in the middle of a training: such a step is many times as long as others."""
+    """Warn of a compilation during training. It makes the step many times as long as others."""
     for replica in replicas:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
@@ -277,12 +276,12 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
 
 
 def _memory_address(tensor: torch.Tensor) -> int:
-    """The same for tensors in one memory; what has no memory has a number for itself."""
+    """Return the address of a tensor's storage, a unique negative number for a tensor without memory."""
     return (tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0) or -id(tensor)
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    """The order in which AOTAutograd hands inputs on: those in lists one by one."""
+    """Yield inputs in the order in which AOTAutograd passes them on: with lists flattened."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _flat(value)
@@ -297,13 +296,13 @@ _USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.
 
 
 def described(error: BaseException) -> str:
-    """Why a capture failed, with what and where: Dynamo's first line alone says "a function marked as skipped"."""
+    """Return why a capture failed, with cause and place. Dynamo's first line alone: "a function marked as skipped"."""
     text = str(error)
     first_line, *_ = text.strip().split("\n")
     parts = [f"{type(error).__name__}: {first_line}"]
     if more := _CONTEXT.search(text) or _EXPLANATION.search(text):
         parts.append(f"({more[1].strip()})")
-    # Where it says nothing of the user's code: where he called backward().
+    # If the text names no line of user code, use the line that called backward().
     called = [(each.filename, str(each.lineno), each.name) for each in traceback.extract_stack()]
     for file, line, function in reversed([*called, *_USER_LINE.findall(text)]):
         if not file.startswith(_OURS):

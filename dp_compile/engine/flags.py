@@ -1,4 +1,4 @@
-"""What ranks send each other in the last bucket of each synchronised backward, and what follows (`plan/flags.py`)."""
+"""Flags that ranks reduce in the last bucket of each synchronised backward, and their checks (`plan/flags.py`)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MAX_UNREAD: Final = 2
 
 @dataclass(eq=False, slots=True)
 class _Reduced:
-    """Reduced flags on their way to the host: reading a GPU's at once would stop it once a step."""
+    """Reduced flags being copied to the host asynchronously: a blocking read would stall a GPU in each step."""
 
     flags: torch.Tensor
     unused: tuple[int, ...]
     stepped: tuple[int, ...]
     moved: bool
     missed: str
-    number: int  # of these flags on their group
+    number: int  # sequence number of these flags in their group
     event: torch.Event | None = None
 
     def __post_init__(self) -> None:
@@ -50,16 +50,16 @@ class _Reduced:
 
 @dataclass(eq=False, slots=True)
 class _Flags:
-    """Of one replica."""
+    """The flags of one replica."""
 
-    sent: tuple[tuple[object, ...], torch.Tensor] | None = None  # last: what they say, and they
+    sent: tuple[tuple[object, ...], torch.Tensor] | None = None  # key and tensor of the flags sent last
     unread: deque[_Reduced] = field(default_factory=deque)
-    fine: torch.Tensor | None = None  # the last ones without a fault
+    fine: torch.Tensor | None = None  # the last reduced flags without a fault
 
 
 _flags: Final[weakref.WeakKeyDictionary[Replica, _Flags]] = weakref.WeakKeyDictionary()
 _settled: Final[Counter[str]] = Counter()
-"""How many flags were reduced on each group, by its name: the same number on every rank."""
+"""The number of flags reduced in each group, by group name; equal on every rank."""
 
 
 def _of(replica: Replica) -> _Flags:
@@ -67,7 +67,7 @@ def _of(replica: Replica) -> _Flags:
 
 
 def start_again(replica: Replica) -> None:
-    """Its group has other ranks from now on, which have counted otherwise. What was not read is of no use to them."""
+    """Reset the state after a change of the group's ranks: their counts differ, and unread flags concern old ranks."""
     _flags.pop(replica, None)
     _settled.pop(replica.group.name, None)
 
@@ -76,10 +76,10 @@ def start_again(replica: Replica) -> None:
 
 
 def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
-    """What this rank sends to the others, as the flags' gradient of the plan.
+    """Return this rank's flags, which the plan reduces as one more gradient.
 
-    To find unused parameters a one says "used here", so that nothing but zeros means that no rank used it; if they are
-    errors a one says "unused here", so that nothing but zeros means that all is well.
+    If parameters may be unused, 1 means "used on this rank", so a sum of 0 means that no rank used the parameter. If
+    unused parameters are errors, 1 means "unused on this rank", so sums of 0 mean no error.
     """
     ones, local = tuple(used if replica.config.may_be_unused else unused), replica.state.step_guard
     stepped, moved = bool(local.stepped), local.moved or bool(local.missed)
@@ -88,21 +88,21 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
         elements = [0.0] * len(replica.parameters)
         for index in ones:
             elements[index] = 1.0
-        # Not the plan, which a first captured backward settles when its flags are made; `plan_sync` compares plans.
+        # Without the plan: a first captured backward finalizes it as it makes its flags; `plan_sync` compares plans.
         elements += more_elements(replica.module.topic, stepped=stepped, moved=moved)
         this.sent = (key, _made(replica, elements))
     return this.sent[1]
 
 
 def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
-    """What this rank sends if its backward failed, and counts as read. The text of the error is in the store before."""
+    """Return the flags of a rank whose backward failed, and count them as read. First stores the error text."""
     _settled[replica.group.name] += 1
     local, channel = replica.state.step_guard, channel_of(replica)
     local.stepped.clear()
     local.moved, local.missed = False, ""
     if channel is not None:
         key = _key_of_failure(replica, _settled[replica.group.name], dist.get_rank())
-        with contextlib.suppress(RuntimeError):  # no store: the flags say it without the text
+        with contextlib.suppress(RuntimeError):  # without a store, other ranks do not get the text
             channel.store.set(key, in_one_line(error, 500))
     return _made(replica, [0.0] * len(replica.parameters) + [*FAILED])
 
@@ -121,11 +121,11 @@ def in_one_line(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:most]
 
 
-# --- after it ---------------------------------------------------------------------------------------------------------
+# --- after the reduction ----------------------------------------------------------------------------------------------
 
 
 def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
-    """Before anything becomes of the gradients: a `VoidBackwardError` if flags on the host say that a rank failed."""
+    """Raise `VoidBackwardError` if flags on the host report a failed rank. Call it before gradients are used."""
     if not (replica.group.has_others and flags.is_cpu) or _are_fine(replica, flags):
         return
     if is_failed(flags[len(replica.parameters) :].tolist()):
@@ -135,13 +135,13 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
 
 
 def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor, left_alone: Container[int]) -> None:
-    """Store what a comm hook remembers of a bucket.
+    """Store the new state of a comm hook for a bucket.
 
-    Not where no rank gets an average, as what was in it is still to be sent: the backward of a rank failed, or no rank
-    used the parameter (`left_alone`).
+    Keep the old state if no rank gets an average: the backward of a rank failed, or no rank used the parameter
+    (`left_alone`). The content of the bucket is then still to be sent.
     """
     more = flags[len(replica.parameters) :]
-    holds = more[0] * more[NUMBER_BITS] == 0  # no bit together with its complement; a GPU is not waited for
+    holds = more[0] * more[NUMBER_BITS] == 0  # no bit and its complement are both set; on the device, to avoid a sync
     with torch.no_grad():
         for member, old, new in zip(bucket.members, run.bucket.state, run.new_state, strict=True):
             for name, tensor in old.items() if member.gradient.index not in left_alone else ():
@@ -149,9 +149,9 @@ def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor
 
 
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
-    """Act on the reduced flags of a backward; `unused`: parameters without a gradient on this rank.
+    """Check the reduced flags of a backward. `unused`: parameters without a gradient on this rank.
 
-    Raises what `_judge` does. What happened on other ranks only is reported at once on a CPU, up to `MAX_UNREAD`
+    Raises the errors of `_judge`. An error of other ranks only is raised immediately on a CPU, and up to `MAX_UNREAD`
     backwards later on a GPU.
     """
     _settled[replica.group.name] += 1
@@ -174,7 +174,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
 
 
 def _are_fine(replica: Replica, flags: torch.Tensor) -> bool:
-    """Whether flags on the host equal the last ones without a fault: nearly always, and one comparison."""
+    """Return whether flags on the host equal the last ones without a fault. The fast path: one comparison."""
     fine = _of(replica).fine
     return fine is not None and torch.equal(flags, fine)
 
@@ -199,10 +199,10 @@ def _judge(replica: Replica, reduced: _Reduced) -> None:
         raise ReductionError(_who_moved(replica, reduced))
     if not replica.config.may_be_unused and (reduced.unused or bool(flags[:n_parameters].any())):
         raise ReductionError(_unused_message(replica, reduced))
-    _of(replica).fine = flags.clone()  # they lie in a bucket, which would be kept with them
+    _of(replica).fine = flags.clone()  # a copy: flags are a view that keeps their bucket alive
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- error texts ------------------------------------------------------------------------------------------------------
 
 
 def _who_failed(replica: Replica, number: int) -> str:
@@ -240,7 +240,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
-    """A rank that missed a step says so; else `no_sync` differs between ranks."""
+    """Return the messages of ranks that missed a step, otherwise that `no_sync` differs between ranks."""
     channel = channel_of(replica) if reduced.event is None else None
     missed = all_gather_object(channel, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, missed)) or (
@@ -251,7 +251,7 @@ def _who_moved(replica: Replica, reduced: _Reduced) -> str:
 
 
 def _unused_message(replica: Replica, reduced: _Reduced) -> str:
-    """Which rank left which parameters out. On a GPU ranks read flags in different backwards: none can be asked."""
+    """Return which rank left out which parameters. On a GPU ranks read flags in different backwards: no gather."""
     here, channel = reduced.unused, channel_of(replica) if reduced.event is None else None
     where: dict[str, list[int]] = {"this rank": list(here)}
     if channel is None:

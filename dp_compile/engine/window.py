@@ -1,7 +1,7 @@
-"""The state of one backward, its optimizers, and when compiled autograd, a switch of the whole process, is on for it.
+"""The state of one backward, its optimizers, and the window in which compiled autograd is enabled for it.
 
-Compiled autograd is on only while a backward of ours enters the engine. Backwards of other threads wait until it is off
-again, and at most one backward is captured at a time. Loads no compiler: every backward of the process passes here.
+Compiled autograd is process-wide. It is enabled only while one of our backwards enters the engine. Backwards of other
+threads wait for its end, and at most one backward is captured at a time. Loads no compiler: every backward uses it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class BackwardState:
-    """What changes during one backward that is not inside another one. Made at its start, dropped at its end."""
+    """The mutable state of one outermost backward, created at its start and dropped at its end."""
 
-    outputs: Sequence[Any]  # what it starts from
-    replicas: tuple[Replica, ...] = ()  # that it reaches, in the order in which their collectives run
-    synced: tuple[Replica, ...] = ()  # those of them whose gradients are reduced
-    is_compiled: bool = False  # AOTAutograd compiled a part of its forward, or the user wants it captured all the same
+    outputs: Sequence[Any]  # its roots: tensors, edges or nodes
+    replicas: tuple[Replica, ...] = ()  # replicas that it reaches, in the order in which their collectives run
+    synced: tuple[Replica, ...] = ()  # those of `replicas` whose gradients are reduced
+    is_compiled: bool = False  # AOTAutograd compiled a part of its forward, or the user forces a capture
     thread: int = field(default_factory=threading.get_ident)
     wanted: dict[Replica, tuple[UpdateRequest, ...]] = field(default_factory=dict)  # what optimizers update in it
-    late: dict[Replica, ReductionRound] = field(default_factory=dict)  # modules that only backwards inside it reach
-    nodes: set[Any] | None = None  # between its outputs and its leaves, once a backward inside it asked
+    late: dict[Replica, ReductionRound] = field(default_factory=dict)  # rounds of modules that only nested ones reach
+    nodes: set[Any] | None = None  # nodes of its graph except leaves, collected for its first nested backward
     launches: list[int] | None = None
-    """Collectives in the groups of `synced` before the first of this backward; `None` until the ranks have met."""
+    """The number of collectives launched in the groups of `synced` before this backward; `None` before `_meet`."""
     is_announced: bool = False
-    completed: list[Replica] = field(default_factory=list)  # their gradients are reduced, and what follows has begun
-    ran: bool = False  # its graph is captured: autograd's own has been given up, and runs no second time
-    is_spoilt: bool = False  # its capture ended where autograd's own graph cannot run either
-    obstacle: str | None = None  # why it is not captured; if `ran`, its hooks reduced while its graph ran node by node
+    completed: list[Replica] = field(default_factory=list)  # replicas whose `complete_backward` has begun
+    ran: bool = False  # its captured graph has started: autograd's own graph cannot run any more
+    is_spoilt: bool = False  # its capture aborted and left autograd's own graph unusable
+    obstacle: str | None = None  # why it is not captured; if `ran`, hooks reduced while its graph ran node by node
     holds_window: bool = True
 
 
 class OneBackward:
-    """Around a backward of these modules: calls their optimizers at its start and end. Gives what they update."""
+    """A context around one backward that notifies the optimizers of its modules. Entering returns their updates."""
 
     __slots__ = ("_keep_graph", "_replicas", "_wanted")
 
@@ -75,15 +75,15 @@ class OneBackward:
 _turn = threading.Lock()
 """Held from the start to the end of a captured backward."""
 _window = threading.Lock()
-"""Held while compiled autograd is on."""
+"""Held while compiled autograd is enabled."""
 _current: BackwardState | None = None
 
 
 class Capturing:
-    """The backward that starts inside may be captured; `None` if another one is in progress, here or elsewhere.
+    """A context for one captured backward. Entering returns `None` if another capture is in progress in the process.
 
-    A class and no generator, as all contexts that every backward enters: between steps of a model the processor has
-    forgotten our code, and what a generator takes there can be seen in the steps of a small one.
+    It is a class, not a generator, like all contexts that every backward enters. The CPU caches are cold between steps,
+    and the time of a generator is then visible in the steps of a small model.
     """
 
     __slots__ = ("_has_turn", "_state")
@@ -96,7 +96,7 @@ class Capturing:
         if compiler.capture_is_running() or not _turn.acquire(blocking=False):
             return None
         try:
-            _window.acquire()  # while another thread's backward enters the engine; an interrupt may come meanwhile
+            _window.acquire()  # may wait for another thread's backward, and an interrupt may end the wait
         except BaseException:
             _turn.release()
             raise
@@ -108,7 +108,7 @@ class Capturing:
         if self._has_turn:
             _current = None
             try:
-                # An error of C++ that no binding of torch catches goes past `Outside.__exit__` (torch 2.13).
+                # A C++ exception that no torch binding catches skips `Outside.__exit__` (torch 2.13).
                 if self._state.holds_window:
                     _window.release()
             finally:
@@ -116,7 +116,7 @@ class Capturing:
 
 
 def wait_for_window() -> None:
-    """Return when no other thread is about to capture what runs next."""
+    """Block while another thread has compiled autograd enabled, which would capture this thread's backward."""
     current = _current
     if current is not None and current.thread != threading.get_ident():
         with _window:
@@ -124,7 +124,7 @@ def wait_for_window() -> None:
 
 
 class Outside:
-    """Let other threads in while captured code runs: compiled autograd is off then. `_current` stays set."""
+    """A context around captured code: compiled autograd is off, so other threads may run. `_current` stays set."""
 
     __slots__ = ()
 
@@ -140,6 +140,6 @@ class Outside:
 
 
 def current() -> BackwardState | None:
-    """The backward of this thread that is being captured."""
+    """Return the backward of this thread that is being captured, `None` if there is none."""
     found = _current
     return found if found is not None and found.thread == threading.get_ident() else None
