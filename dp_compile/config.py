@@ -1,4 +1,4 @@
-"""Every option of `dp_compile`, declared once: name, default, unit, check.
+"""All options of `dp_compile`, each with its name, default, unit and check.
 
 Sizes in `*_mb` are MiB (2**20 bytes), as in torch's DDP.
 """
@@ -29,11 +29,11 @@ REMEMBERED: Final = "remembered"
 NOMINAL: Final = "nominal"
 BACKENDS: Final = ("inductor", "aot_eager")
 DEFAULT_CAP_MB: Final = 25.0
-"""Of torch's DDP."""
+"""The default of torch's DDP."""
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BY_PARAMETER: Final = "param_dtype_override_fn"
-"""Of FSDP2's policy since torch 2.15."""
+"""A field of FSDP2's policy since torch 2.15."""
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -58,50 +58,50 @@ _ALLOWED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateConfig:
-    """How a module is replicated. The same on every rank: ranks compare it at the start.
+    """The options with which a module is replicated. Must be equal on every rank: ranks compare them at the start.
 
     Args:
-        ddp_python_hook: `bool | None`, default `None`. `True`: hooks, which a captured backward replaces by reductions.
-            `False`: torch's own `replicate` or `DistributedDataParallel` gets the module. `None`: the environment
-            variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
-        bucket_cap_mb: `float | None`, MiB, default `None`. Buckets by size, as torch's DDP: one is closed when it holds
-            at least this much, the first of each key at 1 MiB; `math.inf`: one bucket for each key after the first.
-            `None`: buckets end where the predicted end of the step is earliest.
-        cost: `AllReduceCost | None`, default `None`. What an all-reduce costs, from `calibrate().cost`, for that
-            prediction. `None`: measured when a group of such ranks is first replicated on, and remembered.
-        gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by, as FSDP2's
-            `set_gradient_divide_factor`. `None`: the number of ranks. NCCL then averages in the collective; else all is
-            divided before the sum, in float16 by a power of two near the square root, as FSDP does.
-        mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. As `fully_shard` of the
-            installed torch reads it. `param_dtype`: the forward sees floating parameters cast, and the backward
-            computes in it; parameters, `.grad`, state dict and optimizer keep their dtype. `reduce_dtype`: gradients
-            travel and are added up in it, each contribution divided first and rounded once; without it in
-            `param_dtype`, since torch 2.15 in the parameters' dtype. `output_dtype`: of floating outputs.
-            `cast_forward_inputs`: with `param_dtype`, floating inputs are cast. Another policy for a part: call
-            `replicate` on the part first. `None`: everything in the parameters' own dtype.
-        find_unused_parameters: `bool`, default `False`. As torch's DDP: gradients that no rank produced stay untouched,
-            those that some ranks produced become the average over all ranks. `False`: a parameter without a gradient is
-            an error on every rank, which names it.
-        static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way, and some may be
-            left out, as with `find_unused_parameters`.
-        gradient_as_bucket_view: `bool | None`, default `None`. Whether the memory of buckets lives from one backward to
-            the next, at the same addresses. `True`: of all, so that no step allocates one; forwards then hold it, also
-            where gradients are `None`. `False`: of none. `None`: on CPUs of buckets above 32 MiB, which malloc would
-            map in each backward, and of all those of an optimizer with `shard=True`. Gradients are views of their
-            buckets in any case, and a gradient that the user keeps is never written over: its bucket gets other memory.
-            `aot_eager` allocates them in any case.
+        ddp_python_hook: `bool | None`, default `None`. `True`: gradient hooks, which a captured backward replaces by
+            reductions. `False`: torch's own `replicate` or `DistributedDataParallel` replicates the module. `None`: the
+            value of the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, `True` if it is unset.
+        bucket_cap_mb: `float | None`, MiB, default `None`. Bucket size, as in torch's DDP: a bucket is closed when it
+            holds at least this much. The first one of each key is closed at 1 MiB. `math.inf`: one bucket for each key
+            after the first one. `None`: the planner makes the predicted end of the step earliest.
+        cost: `AllReduceCost | None`, default `None`. The cost of an all-reduce for that prediction, from
+            `calibrate().cost`. `None`: measured at the first `replicate` on a group of such ranks, and cached.
+        gradient_divide_factor: `float | None`, default `None`. Divisor of the sum of gradients, as FSDP2's
+            `set_gradient_divide_factor`. `None`: the number of ranks, and NCCL averages in the collective. Otherwise
+            gradients are divided before the sum, in float16 by a power of two near the square root, as in FSDP.
+        mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. Has the semantics of
+            `fully_shard` in the installed torch. `param_dtype`: floating parameters are cast to it for the forward and
+            the backward; parameters, `.grad`, state dict and optimizer keep their dtype. `reduce_dtype`: gradients are
+            reduced in it, each contribution divided first and rounded once. If it is `None`: `param_dtype`, since torch
+            2.15 the parameters' dtype. `output_dtype`: dtype of floating outputs. `cast_forward_inputs`: cast floating
+            inputs to `param_dtype`. For another policy in a part of the module, call `replicate` on the part first.
+            `None`: no casts.
+        find_unused_parameters: `bool`, default `False`. As in torch's DDP: gradients that no rank produced stay
+            unchanged, those that some ranks produced become the average over all ranks. `False`: a parameter without a
+            gradient raises an error on every rank that names the parameter.
+        static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way. Some may be
+            unused, as with `find_unused_parameters`.
+        gradient_as_bucket_view: `bool | None`, default `None`. Whether bucket memory persists between backwards, at the
+            same addresses. `True`: for all buckets, so that no step allocates one; forwards then hold this memory, also
+            while gradients are `None`. `False`: for none. `None`: on CPUs, for buckets above 32 MiB, which malloc would
+            map in each backward, and for all buckets of an optimizer with `shard=True`. Gradients are views of their
+            buckets in any case. A gradient that the user keeps is never overwritten: its bucket gets other memory.
+            `aot_eager` always allocates buckets.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks at the start and after
-            each synchronised backward. `False`: each rank keeps its own from the start on; shapes may differ then.
+            each synchronised backward. `False`: each rank keeps its own buffers, whose shapes may then differ.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
-            `broadcast_buffers`. torch's `forward_sync_buffers=False` is `broadcast_buffers=False` and this.
-        check_reductions: `bool`, default `True`. Check when a graph is new that every gradient is reduced exactly once;
-            in each synchronised backward, by flags that travel with the gradients, that no rank left a parameter out,
-            reduced another module or changed parameters too early; and, after 2, 4, 8, ... and each 1,024 of them, that
-            parameters are equal on all ranks: not with a comm hook, or on different machines, whose optimizers may
-            round differently.
-        check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. The host waits for
-            the gradients. Leave it off with a `GradScaler`, which handles such gradients itself.
-        backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: same graph and passes, no code
+            `broadcast_buffers`. With `True`, `broadcast_buffers=False` is torch's `forward_sync_buffers=False`.
+        check_reductions: `bool`, default `True`. Check in each new graph that every gradient is reduced exactly once.
+            Check in each synchronised backward that no rank left a parameter out, reduced another module or changed
+            parameters too early. Flags for this are reduced with the gradients. After 2, 4, 8, ... and each 1,024 of
+            them, check that parameters are equal on all ranks. The last check is off with a comm hook, and on different
+            machines, whose optimizers may round differently.
+        check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. Blocks the host
+            until the gradients are reduced. Leave it off with a `GradScaler`, which handles such gradients itself.
+        backend: `str`, default `"inductor"`. Compiler of the backward. `"aot_eager"`: same graph and passes, no code
             generation.
 
     Raises:
@@ -127,7 +127,7 @@ class ReplicateConfig:
             require(is_allowed(getattr(self, name)), name, allowed, getattr(self, name))
         if self.mp_policy is None:
             return
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded by the code that made a policy
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded already if the user made a policy
         is_policy = fsdp is not None and isinstance(self.mp_policy, fsdp.MixedPrecisionPolicy)
         hint = " For another policy in a part of the module call replicate() on that part first."
         kind = "a torch.distributed.fsdp.MixedPrecisionPolicy"
@@ -144,21 +144,21 @@ class ReplicateConfig:
 
     @property
     def copies_buffers_at_start(self) -> bool:
-        """Whether all ranks start with the buffers of the first."""
+        """Whether the first rank's buffers are copied to all ranks at the start."""
         return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
 
     @property
     def casts(self) -> bool:
-        """Whether the forward sees anything in another dtype."""
+        """Whether the policy casts parameters or outputs."""
         policy = self.mp_policy
         return policy is not None and not (policy.param_dtype is None and policy.output_dtype is None)
 
     def wire_dtype(self, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
-        """The dtype in which gradients of these parameters travel; `None`: their own.
+        """Return the dtype in which gradients of these parameters are reduced, `None` for their own.
 
-        Without a `reduce_dtype` FSDP2 reduced in `param_dtype` until torch 2.14. Since 2.15 it reduces in the dtype of
-        the parameters, in the promoted one where they differ (pytorch#197203, in one release with pytorch#196626, whose
-        field tells). May go with the last torch that lacks the field.
+        Without a `reduce_dtype` FSDP2 reduced in `param_dtype` until torch 2.14. Since 2.15 it reduces in the promoted
+        dtype of the parameters (pytorch#197203). pytorch#196626 is in the same release, and its field
+        `param_dtype_override_fn` identifies it. Remove this with the last supported torch that lacks the field.
         """
         policy: Any = self.mp_policy
         if policy is None:
@@ -170,11 +170,11 @@ class ReplicateConfig:
 
     @property
     def may_be_unused(self) -> bool:
-        """Whether parameters may have no gradient."""
+        """Whether a parameter without a gradient is allowed."""
         return self.find_unused_parameters or self.static_graph
 
     def chosen_strategy(self, *, has_policy: bool) -> str:
-        """Where buckets end: `optimal`, or as `bucket_cap_mb` or `bucket_policy` says."""
+        """Return the bucketing strategy: `optimal`, `fixed` (`bucket_cap_mb`) or `per_module` (`bucket_policy`)."""
         asked = {"bucket_cap_mb": "fixed"} if self.bucket_cap_mb is not None else {}
         asked |= {"bucket_policy": "per_module"} if has_policy else {}
         asked |= {"cost": "optimal"} if self.cost is not None else {}
@@ -186,7 +186,7 @@ class ReplicateConfig:
         return next(iter(asked.values()), "optimal")
 
     def uses_python_hook(self) -> bool:
-        """The value of `ddp_python_hook`, or of its environment variable."""
+        """Return the value of `ddp_python_hook`, that of its environment variable if it is `None`."""
         if self.ddp_python_hook is not None:
             return self.ddp_python_hook
         text = _variable(HOOK_VARIABLE) or "1"
@@ -199,10 +199,10 @@ def _variable(name: str) -> str:
 
 
 def link_source() -> str:
-    """Where the cost of a collective is from, where no `cost` is given; the environment variable says.
+    """Return the source of a collective's cost if no `cost` is given, from the environment variable.
 
-    `remembered`, the default: measured once for such ranks, and kept with torch's caches. `measured`: in each process,
-    and not kept. `nominal`: the backend's figures.
+    `remembered`, the default: measured once for such ranks and stored with torch's caches. `measured`: measured in each
+    process and not stored. `nominal`: the backend's nominal figures.
     """
     text = _variable(LINK_VARIABLE) or REMEMBERED
     require(text in (REMEMBERED, "measured", NOMINAL), LINK_VARIABLE, "remembered, measured or nominal", text)
@@ -210,18 +210,18 @@ def link_source() -> str:
 
 
 def check_parameters_every() -> int | None:
-    """After how many synchronised backwards ranks compare their parameters; 0: never. For debugging: the environment
-    variable says. `None`: after 2, 4, 8, ... and each 1,024."""
+    """Return the interval of parameter comparisons in synchronised backwards, from the environment variable for
+    debugging. 0: never. `None`: after 2, 4, 8, ... and each 1,024."""
     text = _variable(CHECK_VARIABLE)
     require(not text or text.isdecimal(), CHECK_VARIABLE, "a number of backwards >= 0", text)
     return int(text) if text else None
 
 
 def monitor_after_s() -> float | None:
-    """After how many seconds in one backward a rank asks the others how far they are and logs which it waits for.
+    """Return after how many seconds in one backward a rank logs the ranks for which it waits.
 
-    Compilation is not counted; again each time the wait has doubled. The environment variable says, by default 30.
-    `None`, as `0` and `off` mean: no monitor, and errors have only what this rank knows.
+    The environment variable sets it, 30 by default. Compilation does not count. The rank logs again whenever the wait
+    has doubled. `None` (set by `0` or `off`): no monitor, and errors have local information only.
     """
     text = _variable(MONITOR_VARIABLE) or "30"
     try:

@@ -17,15 +17,15 @@ class UnsupportedModuleError(DPCompileError, ValueError):
 
 
 class DesyncError(DPCompileError, RuntimeError):
-    """The ranks of a group disagree, or one of them did not arrive in time."""
+    """The ranks of a group disagree, or one did not reach a synchronisation point in time."""
 
 
 class CommunicationError(DPCompileError, RuntimeError):
-    """A collective of a backward failed: another rank is dead, late, cut off, or did something else."""
+    """A collective of a backward failed: another rank is dead, late, unreachable, or did something else."""
 
 
 class VoidBackwardError(CommunicationError):
-    """The backward of some rank failed, and all ranks have taken part in it: they can go on."""
+    """The backward of a rank failed, but all ranks completed its collectives: training can continue."""
 
 
 class ReductionError(DPCompileError, RuntimeError):
@@ -33,7 +33,7 @@ class ReductionError(DPCompileError, RuntimeError):
 
 
 class InvalidGraphError(DPCompileError, RuntimeError):
-    """A graph breaks a contract that every pass has to keep."""
+    """A graph violates a contract that every pass must keep."""
 
 
 class UnsupportedTorchError(DPCompileError, ImportError):
@@ -41,17 +41,17 @@ class UnsupportedTorchError(DPCompileError, ImportError):
 
 
 def require(condition: bool, name: str, allowed: str, got: object, hint: str = "") -> None:
-    """A ConfigError unless the condition holds. Of a class that was `got` the message has the name."""
+    """Raise ConfigError unless `condition` holds. The message has the name of `got` if it is a class, else its repr."""
     if not condition:
         found = got.__name__ if isinstance(got, type) else repr(got)
         raise ConfigError(f"{name} must be {allowed}, got {found}.{hint}")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number: no bool, and not NaN."""
+    """Return whether a value is an int or a float, but neither a bool nor NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def require_integer(name: str, value: object, least: int) -> None:
-    """Refuse what is no integer or less than `least`."""
+    """Raise ConfigError unless `value` is an integer of at least `least`."""
     require(type(value) is int and value >= least, name, f"an integer >= {least}", value)

@@ -1,4 +1,4 @@
-"""Data-parallel training that goes on in the same processes when ranks are lost or join: no restart, no compilation.
+"""Elastic data-parallel training: if ranks are lost or join, processes continue without restart or recompilation.
 
     elastic.init_process_group()
     model = dp_compile.replicate(Net())
@@ -10,8 +10,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Start the script with `python -m dp_compile.elastic --ranks 3 script.py`, which serves the key-value store: it has to
-outlive every rank.
+Start the script with `python -m dp_compile.elastic --ranks 3 script.py`. This launcher serves the key-value store and
+must outlive every rank.
 """
 
 from dp_compile.elastic.membership import LeftOutError, LostStateError, TooFewRanksError

@@ -1,9 +1,9 @@
-"""Start a script in several processes, and serve the key-value store in which its ranks meet.
+"""Start a script in several processes, and serve the key-value store of their rendezvous.
 
     python -m dp_compile.elastic --ranks 3 --restarts 2 script.py its arguments
 
-A process that ends with an error is replaced by one that joins, at most `--restarts` times; the others go on. One that
-the others have left out, as it was suspended, has `--kill-after` seconds to end.
+A process that exits with an error is replaced by a joining one, at most `--restarts` times; the others continue. A
+process that the others have excluded, for example because it was suspended, is killed after `--kill-after` seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_S = 0.05
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if some process has trained to the end."""
+    """Run the launcher. Return 0 if a process has completed the training, 1 otherwise."""
     parser = argparse.ArgumentParser("python -m dp_compile.elastic", description=__doc__)
     parser.add_argument("--ranks", type=int, required=True, help="processes to start with")
     parser.add_argument("--restarts", type=int, default=0, help="processes to start in place of lost ones, at most")
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.ranks < 1 or not options.script:
         parser.error("give --ranks of at least 1, and a script")
     launcher = _Launcher(options.script, options.ranks, options.restarts, options.kill_after)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the `finally` below, which kills all processes
     try:
         for rank in range(options.ranks):
             launcher.start(str(rank), rank)
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Launcher:
-    """The processes, by name, and the store."""
+    """The launched processes by name, and the key-value store."""
 
     def __init__(self, script: list[str], ranks: int, restarts: int, kill_after_s: float) -> None:
         self._script, self._restarts, self._kill_after_s = script, restarts, kill_after_s
@@ -62,14 +62,14 @@ class _Launcher:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
-            # Who is dead the launcher sees at once: no rank has to ask the others for three seconds.
+            # The launcher detects a dead process immediately: ranks need not read each other's status for 3 s.
             MONITOR_VARIABLE: os.environ.get(MONITOR_VARIABLE, "off"),
         }
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._ranks: dict[str, int] = {}
-        """The rank that each started with, or that the one had in whose place it was started."""
+        """The initial rank of each process; a replacement has that of the process it replaces."""
         self._left_out_s: dict[str, float] = {}
-        self.is_well = False  # some process has trained to the end
+        self.is_well = False  # whether a process has completed the training
 
     def start(self, name: str, rank: int, **environment: str) -> None:
         command, self._ranks[name] = [sys.executable, *self._script], rank
@@ -77,7 +77,7 @@ class _Launcher:
         self.running[name] = subprocess.Popen(command, env={**os.environ, **self._environment, **own, **environment})
 
     def look(self) -> None:
-        """Note which processes have ended, and replace them."""
+        """Record which processes have exited, replace them, and kill excluded ones."""
         for name, process in list(self.running.items()):
             code = process.poll()
             if code is not None:

@@ -1,10 +1,10 @@
-"""Who is in the group: ranks that are left meet in the launcher's key-value store and agree on the next generation.
+"""Group membership: remaining ranks agree on the next generation, by a rendezvous in the launcher's key-value store.
 
-Keys: `members` is the generation, which ranks replace by the one that follows it, and by no other: a rank that was
-suspended while it decided changes nothing when it goes on. `G/arrivals/N`: who came to meeting N after generation G, of
-whom the first decides; the others meet again if it does not. `G/plan`: what a process that joins makes its plan from.
-`joins`: who wants to join. `dead/U`: process U has left, was left out, or the launcher saw it end. `ended`: the
-training has ended, and no process can join.
+Keys: `members`: the current generation. Ranks replace it by its direct successor only, so a rank that was suspended
+while deciding has no effect when it resumes. `G/arrivals/N`: the processes at rendezvous N after generation G. The
+first one decides; if it does not, the others start another rendezvous. `G/plan`: facts from which a joining process
+computes its plan. `joins`: processes that requested to join. `dead/U`: process U has left, was excluded, or the
+launcher saw it exit. `ended`: the training has ended, and no process can join.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ POLL_S: Final = 0.02
 
 
 class LeftOutError(CommunicationError):
-    """The other ranks went on without this one: it came too late to their meeting."""
+    """The other ranks continued without this one, because it reached their rendezvous too late."""
 
 
 class LostStateError(CommunicationError):
-    """No rank that is left has the parameters and states of the end of a step."""
+    """No remaining rank has the parameters and states of the end of a step."""
 
 
 class TooFewRanksError(CommunicationError):
-    """Fewer ranks are left than training may go on with."""
+    """Fewer ranks remain than `min_ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The processes of a generation, by rank: those of the one before keep their order, those that join follow.
+    """The processes of a generation, by rank. Those of the last generation keep their order; joining ones follow.
 
-    `joins`: how many processes have asked to join so far, and were taken in or are dead.
+    `joins`: the number of join requests handled so far: the processes were admitted or are dead.
     """
 
     generation: int
@@ -47,7 +47,7 @@ class Members:
 
     @staticmethod
     def initial(world_size: int) -> Members:
-        """Those that the launcher starts first, named by their ranks, before they have met."""
+        """Return the processes that the launcher starts first, named by rank, before their first rendezvous."""
         return Members(-1, tuple(map(str, range(world_size))))
 
     def to_json(self) -> str:
@@ -55,11 +55,11 @@ class Members:
 
 
 class Registry:
-    """The store, as one process uses it; every method raises `LostStoreError` if it is gone.
+    """One process's interface to the store. Every method raises `LostStoreError` if the store is gone.
 
-    `members`: the generation that this process is in; before its first meeting the one that it comes from. `is_in_use`:
-    a training has it. `backend`: of every group, as the user gave it: torch reports "undefined" for a group that was
-    made without one.
+    `members`: the generation of this process, before its first rendezvous its initial one. `is_in_use`: a `Training`
+    uses it. `backend`: the user's argument for every group, because torch reports "undefined" for a group that was
+    created without one.
     """
 
     def __init__(self, store: Store, process: str, members: Members) -> None:
@@ -71,22 +71,22 @@ class Registry:
             self._ask("compare_set", "members", "", members.to_json())
 
     def current(self) -> Members:
-        """The latest generation, which this process may have missed."""
+        """Return the latest generation, of which this process may not be a member."""
         generation, processes, joins = json.loads(self._ask("get", "members"))
         return Members(generation, tuple(processes), joins)
 
     def write_plan(self, facts: Any) -> None:
-        """The plan of this generation, as plain data."""
+        """Publish the plan of this generation, as plain data."""
         self._ask("set", f"{self.members.generation}/plan", json.dumps(facts))
 
     def read_plan(self) -> Any:
-        """The plan that members have, or will have; a `CommunicationError` if the training has ended."""
-        while not self._has(key := f"{self.current().generation}/plan"):  # of the latest, another one each time
+        """Wait for the members' plan and return it. Raises `CommunicationError` if the training has ended."""
+        while not self._has(key := f"{self.current().generation}/plan"):  # the latest generation may change
             self._wait_as_one_that_joins()
         return json.loads(self._ask("get", key))
 
     def leave(self, process: str = "") -> None:
-        """The others need not wait for this process, or for the given one."""
+        """Mark this process, or the given one, as dead, so that the others do not wait for it."""
         self._ask("set", f"dead/{process or self.process}", "left")
 
     def end(self) -> None:
@@ -96,17 +96,17 @@ class Registry:
         return len(self._names("joins")) > self.members.joins
 
     def join(self) -> None:
-        """Ask to join, and wait until the members have taken this process in; raises as `read_plan`."""
+        """Request to join, and wait until the members have admitted this process. Raises as `read_plan`."""
         self._ask("append", "joins", f"{self.process}\n")
         while self.process not in (current := self.current()).processes:
             self._wait_as_one_that_joins()
         self.members = current
 
     def meet(self, *, grace_s: float, min_ranks: int, wait_s: float) -> None:
-        """Agree with the members that are left on the next generation. Who is missed by the first is left out.
+        """Agree with the remaining members on the next generation. The first one to arrive excludes missing members.
 
-        `grace_s`: how long the first one to come waits for members that are not known to be dead. `min_ranks`: of the
-        new generation; `wait_s`: how long to wait for processes that join if there are fewer.
+        `grace_s`: how long the first one waits for members not known to be dead. `min_ranks`: least size of the new
+        generation. `wait_s`: how long to wait for joining processes if fewer remain.
         """
         for number in itertools.count(1):
             arrivals = f"{self.members.generation}/arrivals/{number}"
@@ -114,7 +114,7 @@ class Registry:
             first = self._names(arrivals)[0]
             if first == self.process:
                 self._decide(arrivals, grace_s, min_ranks, wait_s)
-            else:  # the others meet again if the first one has died, or is suspended
+            else:  # start another rendezvous if the first one is dead or suspended
                 end_s = time.monotonic() + grace_s + wait_s + 2.0
                 while not self._is_over() and not self.is_dead(first) and time.monotonic() <= end_s:
                     time.sleep(POLL_S)
@@ -151,11 +151,11 @@ class Registry:
                 time.sleep(POLL_S)
 
     def is_dead(self, process: str) -> bool:
-        """Whether a process has ended, has left, or was left out."""
+        """Return whether a process has exited, has left, or was excluded."""
         return self._has(f"dead/{process}")
 
     def _is_over(self) -> bool:
-        """Whether members of this process's generation have agreed on the next one."""
+        """Return whether the members of this process's generation have agreed on the next one."""
         return self.current() != self.members
 
     def _wait_as_one_that_joins(self) -> None:

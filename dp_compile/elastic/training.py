@@ -1,4 +1,4 @@
-"""Steps of a training whose ranks may be lost and may join."""
+"""Training steps that tolerate the loss of ranks and let processes join."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from dp_compile.replication.gradient_averaging import keep_buckets
 
 logger = logging.getLogger("dp_compile.elastic")
 
-JOIN_VARIABLE: Final = "DP_COMPILE_ELASTIC_JOIN"  # the launcher gives a process that joins its name in it
+JOIN_VARIABLE: Final = "DP_COMPILE_ELASTIC_JOIN"  # the name of a joining process, set by the launcher
 MOST_LOSSES_IN_A_ROW: Final = 8
 LOOK_FOR_JOINS_EVERY_S: Final = 0.2
-START_S: Final = 300.0  # between the start of the first process and that of the last
+START_S: Final = 300.0  # limit between the starts of the first and the last process
 
 _registry: Registry | None = None
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.default_pg_timeout) -> None:
-    """`torch.distributed.init_process_group`, also in a process that joins a training later.
+    """Initialize the default process group, also in a process that joins a training later.
 
-    Returns when all processes that the launcher started have come, or have ended; one that comes five minutes after the
-    first is left out. A process that joins is alone in its group until its first step has ended.
+    Returns when every process that the launcher started has arrived or exited. A process that arrives five minutes
+    after the first one is excluded. A joining process is alone in its group until its first step has ended.
 
     Args:
-        backend: as torch's. `timeout`: of every collective, until `Training` has a shorter one.
+        backend: as in torch. `timeout`: time-out of every collective, until `Training` sets a shorter one.
 
     Raises:
         ConfigError: the environment has no key-value store of a launcher.
-        LeftOutError: this process came too late.
+        LeftOutError: this process arrived too late.
     """
     global _registry
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -71,39 +71,39 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
 
 
 def _init_process_group(registry: Registry, timeout: timedelta) -> None:
-    """Make the default group, of the members."""
+    """Create the default group of the members."""
     members, process = registry.members, registry.process
-    of_one = f" of {process}" if len(members.processes) == 1 else ""  # a process that joins counts from 0
+    of_one = f" of {process}" if len(members.processes) == 1 else ""  # a joining process has its own generation 0
     store = PrefixStore(f"dp_compile.elastic/group {members.generation}{of_one}", registry.base)
     rank, ranks = members.processes.index(process), len(members.processes)
     dist.init_process_group(registry.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 class Training:
-    """A training loop's steps: `with training.step():` around forward, backward and optimizer step.
+    """The steps of a training loop: `with training.step():` around forward, backward and optimizer step.
 
-    An error in the block that says that other ranks are lost ends the block quietly: its gradients are dropped, buffers
-    become what they were, the ranks that are left form a new group, and the loop goes on with its next batch. At most
-    this one step is lost. Any other error is raised as it is, and takes this rank out: the others go on without it.
+    If an error in the block reports lost ranks, the block ends without an exception. Gradients are dropped, buffers are
+    restored, and the remaining ranks form a new group. The loop continues with its next batch, so at most this step is
+    lost. Any other error is raised unchanged and removes this rank; the others continue without it.
 
-    Gradients are averaged over the ranks of the step. Parameters, buffers and the states of optimizers and others of
-    the lowest rank that has finished most steps are copied to ranks that have finished fewer, and to those that join.
+    Gradients are averaged over the ranks of the step. Joining ranks and ranks that have finished fewer steps receive
+    parameters, buffers and `states` from the lowest of the ranks that have finished most steps.
 
     Args:
-        model: a module that `replicate` took, in the default group; parts with their own `replicate` are fine.
-        states: optimizers of `torch.optim`, and any value with `state_dict` and `load_state_dict`, as a `GradScaler`.
-        timeout_s: of every collective, and so how long the loss of a rank may go unnoticed, from this rank's first step
-            on in which nothing is compiled; `None`: that of `init_process_group`. A rank that compiles longer than the
-            others by more than it, later, is left out.
-        min_ranks: with fewer `TooFewRanksError` ends the training.
-        grace_s: how long ranks that have noticed a loss wait for others that have not, and are not known to be dead;
-            `None`: a second longer than a collective may take.
-        wait_s: how long they wait for processes that join, if they are fewer than `min_ranks`.
+        model: a module passed to `replicate`, in the default group; parts with their own `replicate` are allowed.
+        states: optimizers of `torch.optim`, and objects with `state_dict` and `load_state_dict`, as a `GradScaler`.
+        timeout_s: time-out of every collective, and so the longest time to detect a lost rank. It applies after this
+            rank's first step without compilation. `None`: that of `init_process_group`. Later, a rank is excluded if
+            it compiles longer than the others by more than `timeout_s`.
+        min_ranks: if fewer ranks remain, `TooFewRanksError` ends the training.
+        grace_s: how long ranks that have detected a loss wait for others that have not and are not known to be dead.
+            `None`: one second longer than `timeout_s`.
+        wait_s: how long to wait for joining processes if fewer than `min_ranks` ranks remain.
 
     Raises:
-        ConfigError: `elastic.init_process_group` was not called, there is a training already, a module reduces over
-            another group, reduces no gradients, has a comm hook that does more than cast, or an optimizer that is
-            sharded or leaves updates for the next forward.
+        ConfigError: `elastic.init_process_group` was not called; a training exists already; a module reduces over
+            another group or reduces no gradients; a comm hook does more than cast; or an optimizer is sharded or
+            leaves updates for the next forward.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Training:
             raise ConfigError("this process has an elastic.Training already. Give that one all models and optimizers.")
         self._registry, self._model, self._states = _registry, model, states
         self._min_ranks, self._wait_s = min_ranks, wait_s
-        self.steps = 0  # that every rank has finished
+        self.steps = 0  # number of steps that every rank has finished
         self._is_whole = True  # parameters and states are those after `steps`
         self._has_stepped = self._has_left = False
         self._saved: tuple[list[torch.Tensor], list[Any]] | None = None
-        """Parameters and states at the begin of the step, if an optimizer updates in the backward."""
+        """Parameters and states before the step, if an optimizer updates in the backward."""
         self._losses, self._looked_s, self._written = 0, 0.0, -1
         self.is_joining = bool(os.environ.get(JOIN_VARIABLE))  # trains alone for one step, which compiles, then joins
         group = dist.group.WORLD
@@ -142,13 +142,13 @@ class Training:
         for replica in self._replicas():
             regroup(replica, group, self.generation)
         for optimizer in states:
-            if isinstance(optimizer, torch.optim.Optimizer):  # fused ones do not count up versions of parameters
+            if isinstance(optimizer, torch.optim.Optimizer):  # fused ones do not increment versions of parameters
                 optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
         self._registry.is_in_use = True
 
     @property
     def generation(self) -> int:
-        """Which group it is: one more each time that ranks were lost or joined. The same on all of its ranks."""
+        """The number of the group, incremented when ranks are lost or join. Equal on all of its ranks."""
         return self._registry.members.generation
 
     @property
@@ -160,11 +160,11 @@ class Training:
         return dist.get_world_size()
 
     def step(self) -> Step:
-        """Around one step. Every rank enters as many of them as the others."""
+        """Return the context of one step. All ranks enter the same number of steps."""
         return Step(self)
 
     def _warn(self, text: str) -> None:
-        """A process keeps its name, its rank changes with each group."""
+        """Log a warning with the process name, because ranks change with each group."""
         logger.warning("process %s: %s", self._registry.process, text)
 
     @property
@@ -201,7 +201,7 @@ class Training:
                 )
 
     def _begin(self) -> tuple[torch.Tensor, dist.Work | None]:
-        """Launch the vote, first, so that it is hidden: whether a process waits to join, and that no rank was lost."""
+        """Launch the vote, which the step overlaps: whether a process waits to join, and that no rank is lost."""
         if self._has_left:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
@@ -236,14 +236,14 @@ class Training:
             self._registry.write_plan([plan_facts(replica) for replica in self._replicas()])
 
     def _lose(self, error: BaseException) -> bool:
-        """A step ended with an error. Returns whether the training goes on."""
+        """Handle the error of a step. Return whether the training continues."""
         of_others = is_of_other_ranks(error) or isinstance(error, VoidBackwardError)
         self._losses += 1
         if not of_others or self._losses > MOST_LOSSES_IN_A_ROW:
             self._has_left = True
             self._registry.leave()
             return False
-        # What this package adds names a rank that is late, by the monitor, which is off here.
+        # Log torch's error: our text would name the late rank, but the monitor, which finds it, is off here.
         self._warn(f"step {self.steps + 1} is lost: {str(error.__cause__ or error).splitlines()[0]}")
         now = [each._version for each in self._parameters()]
         with torch.no_grad():
@@ -263,8 +263,8 @@ class Training:
             each.load_state_dict(state)
 
     def _meet(self) -> None:
-        """Form the next generation with the ranks that are left."""
-        distributed.end_all_groups()  # ranks that wait for this one notice at once
+        """Form the next generation with the remaining ranks."""
+        distributed.end_all_groups()  # ranks that wait for this one fail immediately
         before = self._registry.members.processes
         self._registry.meet(grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s)
         lost = [each for each in before if each not in self._registry.members.processes]
@@ -273,7 +273,7 @@ class Training:
         self._form_or_meet()
 
     def _form_or_meet(self) -> None:
-        """Form the generation; the next one, if a rank is lost meanwhile."""
+        """Form the group of the generation. If a rank is lost meanwhile, form the next generation."""
         try:
             self._form()
         except BaseException as error:
@@ -285,7 +285,7 @@ class Training:
             self._meet()
 
     def _form(self) -> None:
-        """Make the group of the generation, and give ranks that have not finished most steps what they lack."""
+        """Create the group of the generation, and copy state to ranks that have finished fewer steps."""
         distributed.end_all_groups()
         _init_process_group(self._registry, timedelta(seconds=self._timeout_s))
         group, ranks = dist.group.WORLD, dist.get_world_size()
@@ -319,7 +319,7 @@ class Training:
         self._warn(f"{ranks} ranks go on after step {most}, this is rank {dist.get_rank()}")
 
     def _copy(self, source: int, *, is_behind: bool) -> None:
-        """Send what the source has. A rank that receives has the state of no step until all of it has arrived."""
+        """Broadcast the state of `source`. A receiving rank has no valid state until all of it has arrived."""
         group = dist.group.WORLD
         assert group is not None
         self._is_whole = not is_behind
@@ -340,7 +340,7 @@ class Training:
         self._is_whole = True
 
     def _statement(self) -> list[Any]:
-        """What has to be the same on all ranks, as plain data."""
+        """Return the facts that must be equal on all ranks, as plain data."""
         found: list[Any] = [len(self._states)]
         for replica in self._replicas():
             named = (*zip(replica.names, replica.parameters, strict=True), *replica.module.frozen)
@@ -356,7 +356,7 @@ class Training:
 
 
 class _Standing(NamedTuple):
-    """Where a rank is: -1 steps if it joins, or lost a step in which its parameters were changed already."""
+    """The status of a rank. `steps` is -1 if it joins, or lost a step after its parameters had changed."""
 
     steps: int
     statement: list[Any]
@@ -364,7 +364,7 @@ class _Standing(NamedTuple):
 
 
 class Step:
-    """The context of one step. A class: an error before the block has to wait for its end."""
+    """The context of one step. A class, because an error on entry is handled only at the end of the block."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -377,7 +377,7 @@ class Step:
         except RuntimeError as error:
             if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
                 raise
-            # The vote of this rank is missing: another collective would take its place at the others, which gloo ends.
+            # This rank did not vote. Its next collective would match the vote of the others, and gloo would end them.
             distributed.end_all_groups()
             if isinstance(error, LostStoreError):
                 raise
@@ -405,23 +405,23 @@ class Step:
         return training._lose(error)
 
 
-# --- another group --------------------------------------------------------------------------------------------------
+# --- change of the group --------------------------------------------------------------------------------------------
 
 
 def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None:
-    """Average over the ranks of `group` from now on; between backwards, and on every rank of it.
+    """Set the group over which a replica averages. Call it between backwards, on every rank of `group`.
 
-    The number of ranks is an argument of compiled code from then on, and no code is compiled for another number. What
-    ranks count together starts again. `group` has the name of the one before, by which compiled code finds it;
-    `generation` is the same on all of its ranks, and another one for each group.
+    From then on compiled code takes the number of ranks as an argument, so another number needs no recompilation. All
+    counters that ranks must agree on restart. `group` has the name of the last one, by which compiled code finds it.
+    `generation` is equal on all of its ranks and different for each group.
     """
     ranks, averaging = dist.get_world_size(group), replica.group.averaging
     divide_by = averaging.divide_by if replica.config.gradient_divide_factor is not None else float(ranks)
     averaging = replace(averaging, divide_by=divide_by, given=True)
-    measured = replica.group.cost  # of another number of ranks the plan would be another one
+    measured = replica.group.cost  # kept: the cost for another number of ranks would change the plan
     now = replace(replica.group, process_group=group, world_size=ranks, averaging=averaging, measured=measured)
     keep_buckets(replica, now)
-    if generation:  # a process that joins has compiled; a store does not notice at once that a rank is lost
+    if generation:  # skip the wait for compilers: joining processes have compiled, and a store detects losses late
         replica.planning.awaits_code = False
     replica.module.topic = f"{replica.module.topic.partition('@')[0]}@{generation}"
     flags.start_again(replica)
@@ -432,7 +432,7 @@ def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None
 
 
 def plan_facts(replica: Replica) -> dict[str, Any]:
-    """What another rank makes the same plan from, as plain data."""
+    """Return the facts from which another rank computes the same plan, as plain data."""
     return {
         "cost": asdict(replica.group.cost),
         "ready": replica.planning.ready.to_json(),
@@ -441,7 +441,7 @@ def plan_facts(replica: Replica) -> dict[str, Any]:
 
 
 def take_plan(replica: Replica, facts: Mapping[str, Any]) -> None:
-    """Make the plan that another rank has."""
+    """Adopt the plan of another rank, computed from its `plan_facts`."""
     replica.group = replace(replica.group, measured=AllReduceCost.from_dict(facts["cost"]))
     if facts["is final"] and replica.planning.strategy == "optimal":
         replica.planning.awaits_graph, ready = False, ReadyTimes.from_json(facts["ready"])

@@ -1,4 +1,4 @@
-"""What AOTAutograd's code returns where autograd runs it, put right as a captured backward has it."""
+"""Corrections of the gradients that AOTAutograd's code returns in an eager backward, to match a captured one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dp_compile.replica.replica import Replica, owners
 
 @dataclass(eq=False, slots=True)
 class CorrectedOutputs:
-    """Inside, two faults of torch 2.13 do no harm, which it has under `torch.compile` alone and with DDP too.
+    """A context that corrects two faults of torch 2.13, which occur under `torch.compile` alone and with DDP too.
 
-    **Hooks of unused parameters.** A policy of mixed precision casts every parameter where a forward starts. The code
-    of a batch that goes past some of them has their casts, and no gradient: the engine hands that on, and hooks are
-    called after it. Here none is called, the user's neither: such parameters are unused.
+    **Hooks of unused parameters.** A mixed precision policy casts every parameter at the start of a forward. The code
+    of a batch that skips some of them has their casts but returns no gradient for them. The engine passes None on and
+    then calls their hooks. This context disables these hooks, the user's too, because the parameters are unused.
 
-    **Gradients that share memory.** Inductor removes the copies that autograd made (`remove_noop_ops`). What is added
-    to one such gradient, or clips it, changes the other too. Here each has memory of its own.
+    **Gradients that share memory.** Inductor removes the copies that autograd made (`remove_noop_ops`). Adding to one
+    such gradient, or clipping it, then changes the other too. This context gives each its own memory.
     """
 
-    nodes: Iterable[Any]  # backwards of compiled code in the graph
+    nodes: Iterable[Any]  # AOTAutograd's backward nodes in the graph
     replicas: Collection[Replica]
     handles: list[Any] = field(default_factory=list)
     left_out: dict[tuple[Replica, int], dict[int, Any]] = field(default_factory=dict)
-    """Unused parameters, and their hooks while these are off."""
+    """The disabled hooks of unused parameters."""
 
     def __enter__(self) -> None:
         self.handles += [node.register_hook(partial(self._returned, node)) for node in self.nodes]
@@ -58,10 +58,10 @@ class CorrectedOutputs:
         return tuple(given)
 
     def _reached(self, place: tuple[Replica, int], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Before a parameter's gradient is accumulated: with what all of the graph has for it."""
+        """Disable a parameter's hooks if its total gradient is None. Runs before the gradient is accumulated."""
         hooks = autograd.hooks_behind(place[0].parameters[place[1]])
         if gradients[0] is None:
             self.left_out.setdefault(place, {}).update(hooks)
             hooks.clear()
-        else:  # a backward inside this one had nothing for it
+        else:  # enable them again: only a nested backward had no gradient for it
             hooks.update(self.left_out.pop(place, {}))

@@ -1,14 +1,14 @@
-"""What becomes of a captured backward, stage by stage, in torch's structured trace: `TORCH_TRACE=DIR`, then `tlparse`.
+"""Dumps of a captured backward at each compile stage, in torch's structured trace: `TORCH_TRACE=DIR`, then `tlparse`.
 
 dp_compile-plan                     the buckets
-dp_compile-0-captured               the backward as compiled autograd and Dynamo leave it
-dp_compile-1-analysed               as our pipeline gets it, in ATen: reductions that were found
-dp_compile-2-bucket-reductions      after each pass, by its name
-dp_compile-..-to-inductor           what Inductor generates code from, after its own last changes
+dp_compile-0-captured               the backward after compiled autograd and Dynamo
+dp_compile-1-analysed               the ATen graph at the start of our pipeline, with the reductions found
+dp_compile-2-bucket-reductions      the graph after a pass of this name
+dp_compile-..-to-inductor           Inductor's final graph, from which it generates code
 dp_compile-..-code                  the generated code; with `aot_eager` that of the final graph
 
-Each graph is there in short, with its buckets and collectives, then as torch prints it. If the compilation fails later
-stages are missing. Nothing here changes a graph or stops a training.
+Each graph is dumped as an outline with its buckets and collectives, followed by torch's own print. If the compilation
+fails, later stages are missing. Dumps never change a graph or fail a training.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ANALYSED: Final = "analysed"
 TO_INDUCTOR: Final = "to-inductor"
 
 recorders: Final[list[Callable[[str, fx.Graph, Sequence[BucketPlan]], None]]] = []
-"""Tools of tests: called with the name of each stage, its graph and the plans of the modules in it."""
+"""Callbacks of tests. They receive the name of each stage, its graph and the plans of the modules in it."""
 
 
 def are_wanted() -> bool:
-    """Whether graphs go into torch's structured trace, or to a recorder."""
+    """Return whether graphs are dumped, to torch's structured trace or to a recorder."""
     return dynamo.structured_trace_is_on() or bool(recorders)
 
 
 class Dump:
-    """One captured backward while it is compiled: its code is generated, also where a cache has it.
+    """The dump of one captured backward. Its compilation bypasses caches, so that code is generated.
 
-    `plans`: one for each module in it.
+    `plans`: one for each module in the backward.
     """
 
     def __init__(self, plans: Sequence[BucketPlan]) -> None:
@@ -49,7 +49,7 @@ class Dump:
         self._write("plan", lambda: "\n\n".join(map(str, plans)) + "\n")
 
     def stage(self, name: str, graph: fx.Graph) -> None:
-        """Write a graph at a stage."""
+        """Write the graph of a stage."""
 
         def text() -> str:
             short = outline(graph, self._plans)
@@ -64,7 +64,7 @@ class Dump:
         self._stages.append(name)
 
     def code(self, graph: fx.Graph, code: str) -> None:
-        """Write the graph that code was made of, and the code."""
+        """Write the graph from which code was generated, and the code."""
         if ANALYSED in self._stages:
             self.stage(TO_INDUCTOR, graph)
         self._write(f"{len(self._stages)}-code", lambda: code)
@@ -74,6 +74,6 @@ class Dump:
             return
         try:
             content = text()
-        except Exception as error:  # a graph that cannot be printed may be compiled all the same
+        except Exception as error:  # a graph that fails to print may still compile
             content = f"{type(error).__name__}: {error}\n"
         dynamo.trace_artifact(f"dp_compile-{name}", content)

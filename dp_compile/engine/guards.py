@@ -1,11 +1,11 @@
-"""Guards of a module between backwards: is it the one that was replicated, equal on all ranks, with finite gradients?
+"""Guards of a module between backwards: unchanged since `replicate`, equal on all ranks, with finite gradients.
 
-- Intact: parameters may be replaced, added, unfrozen or moved. A captured backward is checked when its graph or the
-  tensors in it are new (`check_gradients_have_hooks`, `compile.py`), every other one before it runs. A walk
-  through a large module takes milliseconds, so it is done when a short look finds other objects than at the last one.
-- Equal: a rank that loads weights alone, or sets gradients by hand, trains another model without an error. After a
-  synchronised backward a sum over the bits of each parameter is all-reduced (maximum and minimum); the next one reads
-  the result, which has long been there.
+- Unchanged: parameters may be replaced, added, unfrozen or moved. A captured backward is checked when its graph or
+  its tensors are new (`check_gradients_have_hooks`, `compile.py`), an eager one before it runs. A walk through a large
+  module takes milliseconds, so the guard walks only if a quick snapshot of its objects has changed.
+- Equal: if one rank alone loads weights or sets gradients by hand, the ranks train different models without an error.
+  After a synchronised backward a checksum of each parameter is all-reduced (maximum and minimum). The next backward
+  reads the result, which is ready by then.
 - Finite: with `check_nan`.
 """
 
@@ -36,7 +36,7 @@ from dp_compile.replica.store_channel import all_gather_object, channel_of, uniq
 
 logger = logging.getLogger("dp_compile.guards")
 
-# --- intact -----------------------------------------------------------------------------------------------------------
+# --- unchanged --------------------------------------------------------------------------------------------------------
 
 _FROZEN: Final = (
     "It was frozen (requires_grad=False) when replicate() was called, so it has no hook. Unfreeze before replicate()."
@@ -52,11 +52,11 @@ _ADDED: Final = (
 
 _Modules = tuple[weakref.ref[nn.Module], ...]
 _checked: Final[weakref.WeakKeyDictionary[Replica, tuple[_Modules, list[object]]]] = weakref.WeakKeyDictionary()
-"""The modules of each replica, and the look at them, when it was found intact."""
+"""The modules of each replica and their snapshot, as of the last check that passed."""
 
 
 def check_module(replica: Replica) -> None:
-    """Raises `ReductionError` if a parameter was replaced, added, unfrozen or moved since the module was replicated."""
+    """Raise `ReductionError` if a parameter was replaced, added, unfrozen or moved since `replicate`."""
     if replica.config.check_reductions and not _looks_as_before(replica):
         check_not_moved(replica)
         _refuse(_without_hook(replica))
@@ -64,9 +64,9 @@ def check_module(replica: Replica) -> None:
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:
-    """Raises `ReductionError` if a parameter gets a gradient that is not reduced.
+    """Raise `ReductionError` if a parameter gets a gradient that is not reduced.
 
-    `hooked`: indices of the parameters whose hook is called in this backward; `accumulated`: what gets a gradient.
+    `hooked`: indices of the parameters whose hook runs in this backward; `accumulated`: tensors that get a gradient.
     """
     index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
     if unhooked := sorted({index_of[id(each)] for each in accumulated if id(each) in index_of}.difference(hooked)):
@@ -80,7 +80,7 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
 
 
 def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:
-    """Refuse tensors of the module that get a gradient and have no hook: once frozen, or replaced or added since."""
+    """Raise `ReductionError` if `accumulated` has tensors of the module without a hook: frozen, replaced or added."""
     present = set(map(id, accumulated))
     _refuse((_FROZEN, name, parameter) for name, parameter in replica.module.frozen if id(parameter) in present)
     if not _looks_as_before(replica):
@@ -91,7 +91,7 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) ->
 
 
 def check_not_moved(replica: Replica) -> None:
-    """Raises `ReductionError` if a parameter has another dtype or type of device than in the plan."""
+    """Raise `ReductionError` if the dtype or device type of a parameter differs from the plan."""
     if change := _moved(replica):
         raise ReductionError(
             f"{change} when replicate() was called. Move or convert the module before replicate(), or call "
@@ -125,7 +125,7 @@ def _remember(replica: Replica) -> None:
 
 
 def _look(replica: Replica, modules: _Modules) -> list[object]:
-    """What is checked here, by identity, safe as long as all modules live. 0.5 ms for a thousand modules."""
+    """Return a snapshot of the objects checked, by id: valid while all modules live. 0.5 ms per 1,000 modules."""
     alive = [module for ref in modules if (module := ref()) is not None]
     parameters = [each for module in alive for each in module._parameters.values() if each is not None]
     children = [id(child) for module in alive if (below := module._modules) for child in below.values()]
@@ -136,7 +136,7 @@ def _look(replica: Replica, modules: _Modules) -> list[object]:
 
 
 def _without_hook(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Trainable parameters of the module that no hook reduces: why, name, parameter."""
+    """Yield the trainable parameters of the module that have no hook, as (reason, name, parameter)."""
     yield from ((_FROZEN, name, each) for name, each in replica.module.frozen if each.requires_grad)
     known = {id(each) for each in (*replica.parameters, *(parameter for _, parameter in replica.module.frozen))}
     for place in replica.module.parameter_refs:
@@ -154,7 +154,7 @@ def _without_hook(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _refuse(found: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-    """An error that names parameters, for the first reason that there is."""
+    """Raise `ReductionError` naming the parameters of the first reason in `found`, if any."""
     names: dict[str, list[str]] = {}
     for why, name, _ in found:
         names.setdefault(why, []).append(name)
@@ -165,31 +165,31 @@ def _refuse(found: Iterable[tuple[str, str, torch.Tensor]]) -> None:
 # --- equal on all ranks -----------------------------------------------------------------------------------------------
 
 EVERY: Final = 1024
-"""A comparison took 0.002 (transformer) to 0.43 (500 small layers) of a step with AdamW (CPU, torch 2.13), so one in
-this many takes less than 0.1 % of the time. There are more after 2, 4, 8, ...: most mistakes are made at the start."""
+"""Backwards per comparison. One takes 0.002 (transformer) to 0.43 (500 small layers) of an AdamW step (CPU, torch
+2.13), so below 0.1 % of the time. Most mistakes occur at the start: compare also after 2, 4, 8, ... backwards."""
 _WORDS_IN_A_ROW: Final = 1024
-_FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibonacci hashing
+_FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, without a bit pattern: Fibonacci hashing
 
 
 @dataclass(eq=False, slots=True)
 class _Sums:
-    """Sums being reduced."""
+    """Checksums of parameters being all-reduced."""
 
-    after: int  # so many backwards
+    after: int  # number of backwards before the comparison
     local: bool
-    """Parameters were changed by gradients of this rank, as in the first half of a step of SAM; on every rank, else the
-    flags are an error."""
+    """Whether local gradients changed the parameters, as in the first half of a SAM step. Equal on every rank:
+    otherwise the flags raise."""
     indices: tuple[int, ...]
-    own: torch.Tensor  # of this rank
-    reduced: torch.Tensor  # the largest, and the inverse of the smallest, of all ranks
+    own: torch.Tensor  # checksums of this rank
+    reduced: torch.Tensor  # over all ranks: the maximum, and the bitwise inverse of the minimum
     work: dist.Work | None
 
 
 @dataclass(eq=False, slots=True)
 class _Comparisons:
-    """Of one replica."""
+    """The comparisons of one replica."""
 
-    backwards: int = 0  # never goes back, unlike `synced_backwards`: the same on every rank
+    backwards: int = 0  # never decreases, unlike `synced_backwards`: equal on every rank
     sums: _Sums | None = None
     is_off: bool = False
 
@@ -198,10 +198,10 @@ _comparisons: Final[weakref.WeakKeyDictionary[Replica, _Comparisons]] = weakref.
 
 
 def check_parameters(replica: Replica) -> None:
-    """Called after each synchronised backward, on every rank after the same ones.
+    """Compare parameters between ranks at intervals. Every rank calls it after the same synchronised backwards.
 
-    Not where ranks have run out of inputs: those do not step. Unasked only where equal gradients are sure.
-    Raises `DesyncError` on every rank.
+    Skipped under `join`, because ranks without inputs do not step. By default, compares only if gradients are sure to
+    be equal on all ranks. Raises `DesyncError` on every rank.
     """
     every, group = check_parameters_every(), replica.group
     is_asked, equal_gradients = every is not None, replica.called_hook is None and group.backend.equal_bits
@@ -227,18 +227,18 @@ def check_parameters(replica: Replica) -> None:
 
 
 def forget_comparison(replica: Replica) -> None:
-    """The comparison in flight is of parameters that were updated in part, and are loaded from a checkpoint now."""
+    """Drop the comparison in flight. It is of partially updated parameters, which a checkpoint has replaced."""
     if (this := _comparisons.get(replica)) is not None:
         this.sums = None
 
 
 def start_again(replica: Replica) -> None:
-    """Its group has other ranks from now on, which have counted otherwise."""
+    """Reset the state after a change of the group's ranks, because their counts differ."""
     _comparisons.pop(replica, None)
 
 
 def _differing(sums: _Sums) -> list[int]:
-    """Which places of `own` are not the same on all ranks. On a GPU the host waits for it, once in many backwards."""
+    """Return the positions of `own` that differ between ranks. Blocks the host on a GPU, once in many backwards."""
     if sums.work is not None:
         sums.work.wait()
     if sums.local:
@@ -249,8 +249,8 @@ def _differing(sums: _Sums) -> list[int]:
 
 
 def _launch(replica: Replica, after: int) -> _Sums:
-    """Without embeddings that have a `max_norm`: a forward shortens the rows that its rank uses. Nor of subclasses of
-    tensors, which may not have bits that could be read."""
+    """Launch the all-reduce of checksums. Skips embeddings with `max_norm`, because a forward rescales the rows that
+    its rank uses, and tensor subclasses, whose bits may not be readable."""
     local = replica.state.step_guard
     indices = tuple(
         index
@@ -258,7 +258,7 @@ def _launch(replica: Replica, after: int) -> _Sums:
         if index not in local.exempt and type(local_tensor(parameter).detach()) is torch.Tensor
     )
     device = replica.device
-    # What decides how an optimizer rounds, beyond its inputs.
+    # Everything that affects an optimizer's rounding, other than its inputs.
     of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     of_host = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
     facts = zlib.crc32(repr((torch.__version__, torch.version.git_version, of_device, of_host)).encode())
@@ -271,12 +271,12 @@ def _launch(replica: Replica, after: int) -> _Sums:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number for each tensor, `(len(tensors),)` int64 on their device: equal for equal bits, else next to never.
+    """Return a checksum per tensor, `(len(tensors),)` int64 on their device; different bits almost never collide.
 
-    Integers are added up, so the order of additions does not matter. Sums of rows and of columns count with factors of
-    their own: values that changed places change the number. A factor for each word would need a product as large as
-    the tensor: 126 ms in place of 17 for 226 MB (one core). `torch.hash_tensor` is an exclusive or of all elements, 0
-    for an even number of equal ones of any value, and the same in any order (torch 2.15).
+    Integer sums do not depend on the order of additions. Row and column sums have factors of their own, so swapped
+    values change the checksum. A factor per word would need a product as large as the tensor: 126 ms in place of 17
+    for 226 MB (one core). `torch.hash_tensor` is the XOR of all elements (torch 2.15). It is 0 for an even number of
+    equal elements, and equal for any order.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -294,8 +294,8 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor in its memory order, as int64: the only integers that torch adds up at memory's speed."""
-    tensor = local_view(tensor)  # no integer is as wide as a complex128
+    """Return a tensor's bits in memory order as int64, the only integer dtype that torch sums at memory bandwidth."""
+    tensor = local_view(tensor)  # real, because no integer dtype is as wide as complex128
     if dense_strides(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -307,7 +307,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
-    """Which parameter, on which ranks: asked in the store, as it happens once in a run."""
+    """Return a text that names the parameter and the ranks. Gathers over the store: it runs once in a training."""
     first, own = sums.indices[places[0]], int(sums.own[places[0] + 1])
     stated = all_gather_object(channel_of(replica), unique_topic(replica, "differing parameters"), own)
     usual = Counter(stated).most_common(1)[0][0]
@@ -326,9 +326,9 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
 
 
 def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor] | None, outputs: Sequence[Any]) -> None:
-    """Raise on every rank if a reduced gradient holds a NaN or an infinity. Reads one number back from the device.
+    """Raise `ReductionError` on every rank if a reduced gradient has a NaN or an infinity. Reads one number back.
 
-    `reduced`: by name; `None`: those in `.grad`. `outputs`: what the backward started from on this rank.
+    `reduced`: gradients by name; `None`: those in `.grad`. `outputs`: the roots of this rank's backward.
 
     A non-finite contribution of one rank makes the reduced gradient non-finite on every rank, so all ranks take the
     same branch. Only then do they exchange whether their loss was finite.
@@ -357,7 +357,7 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor] | None, o
 
 
 def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
-    """Ranks that hold other parts of DTensors have other sums, and are asked: else some would go on alone."""
+    """Return whether gradients are finite on all ranks. Ranks hold different DTensor shards, so they all-reduce it."""
     checks = [grad.isfinite().all() for grad in grads]
     finite = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=replica.device)
     sharding = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))

@@ -1,7 +1,7 @@
-"""Which rank does a backward wait for? A thread in each process publishes how far it is; the others read on failure.
+"""Finds the rank that a backward waits for. A thread in each process publishes its progress; others read it on failure.
 
-The status goes to the store of the default process group once a second, over a connection of the thread, which runs
-while the main thread waits, sleeps or compiles. A rank whose status stays the same while another one reads it is not
+The thread writes a status to the store of the default process group once a second, over its own connection. It runs
+while the main thread waits, sleeps or compiles. A rank whose status does not change while another rank reads it is not
 responding. The thread ends with the last replica, or with the process group.
 """
 
@@ -46,9 +46,9 @@ _NOT_THE_USERS: Final = (_OURS, _TORCH, sysconfig.get_path("stdlib"), sysconfig.
 
 
 def explain(topic: str, own: Progress, buckets: Sequence[str], statuses: Mapping[int, RankStatus | None]) -> str:
-    """Which of the other ranks a backward waits for (`None`: no response), and in which bucket.
+    """Return a text that names the ranks for which a backward waits, and the bucket. A status of `None`: no response.
 
-    `buckets`: the first gradient of each; empty if the number of a collective does not tell the bucket.
+    `buckets`: the first gradient of each bucket; empty if collectives cannot be mapped to buckets.
     """
     found: dict[tuple[int, str], list[int]] = {}
     for rank, status in statuses.items():
@@ -61,7 +61,7 @@ def explain(topic: str, own: Progress, buckets: Sequence[str], statuses: Mapping
 
 
 def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStatus | None) -> tuple[int, str]:
-    """2 if this rank waits for that one, 1 if that one failed because of others, 0 if it waits too; and the text."""
+    """Return 2 if this rank waits for the other, 1 if the other failed because of third ranks, else 0; and a text."""
     if status is None:
         return 2, "is not responding (killed, suspended, cut off, or blocked in native code). Look at its log first"
     if (other := status.modules.get(topic)) is None:
@@ -85,7 +85,7 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
 
 
 class Watched:
-    """A synchronised backward. Errors that leave it say who is waited for, as `CommunicationError` in torch's place."""
+    """A context around a synchronised backward. It raises torch's errors as `CommunicationError` with the late rank."""
 
     __slots__ = ("_bases", "_replicas", "_since_s", "_warnings", "thread")
 
@@ -103,7 +103,7 @@ class Watched:
         return self
 
     def count_from_here(self) -> None:
-        """Collectives launched so far are not those of the plan."""
+        """Reset the count of collectives: those launched before are not of the plan."""
         self._bases = {topic: _launched(replica) for topic, replica in self._replicas.items()}
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -124,7 +124,7 @@ class Watched:
             _backwards.remove(self)
 
     def describe(self) -> str:
-        """Which backward this is, and which rank it waits for in which bucket. Takes some 3 s."""
+        """Return which backward this is, and which rank it waits for in which bucket. Takes about 3 s."""
         rank, texts = dist.get_rank(), []
         groups = {t: dist.get_process_group_ranks(each.group.process_group) for t, each in self._replicas.items()}
         statuses = MONITOR.read(sorted({each for group in groups.values() for each in group} - {rank}))
@@ -144,12 +144,12 @@ class Watched:
         return "\n".join(texts)
 
     def launched(self, topic: str) -> int:
-        """Collectives of a replica's group that this backward has launched; -1 if the replica is not in it."""
+        """Return the number of collectives launched in a replica's group in this backward, -1 for other replicas."""
         replica = self._replicas.get(topic)
         return -1 if replica is None else _launched(replica) - self._bases[topic]
 
     def warn_if_stuck(self) -> None:
-        """Called by the monitor's thread: log which rank is waited for, again each time the wait has doubled."""
+        """Log the late rank if the backward is stuck, again whenever the wait doubles. Called by the monitor thread."""
         if _place(self.thread).startswith(COMPILING):
             self._since_s = time.monotonic()
         limit_s, waited_s = monitor_after_s(), time.monotonic() - self._since_s
@@ -161,13 +161,13 @@ class Watched:
 
 
 _backwards: Final[list[Watched]] = []
-"""Synchronised backwards in progress, of any thread, an inner one after the outer one."""
+"""Synchronised backwards in progress in any thread; a nested one follows the outer one."""
 _failed: Final[dict[str, tuple[str, bool]]] = {}
-"""By topic, of the latest backward: the error, and whether it is one of other ranks."""
+"""The error of the latest backward by topic, and whether other ranks caused it."""
 
 
 def _launched(replica: Replica) -> int:
-    """Collectives of which each bucket has one: on two levels, those between nodes, or over all ranks at once."""
+    """Return the number of launched collectives that each bucket has once: over all ranks, or between nodes."""
     groups, levels = [replica.group.process_group], replica.group.levels
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))
@@ -175,7 +175,7 @@ def _launched(replica: Replica) -> int:
 
 
 def _place(thread: int | None) -> str:
-    """The line of the user's code that a thread runs, and whether it compiles."""
+    """Return the line of user code that a thread runs, after `COMPILING` if the thread compiles."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     place = compiling = ""
     while frame is not None:
@@ -188,20 +188,20 @@ def _place(thread: int | None) -> str:
 
 
 class Monitor:
-    """The thread, and what it shares with the others. Holds no replica while it sleeps."""
+    """The monitor thread and the state that it shares with other threads. Holds no replica while it sleeps."""
 
     def __init__(self) -> None:
         self._lock, self.wake = threading.RLock(), threading.Event()
         self._watched: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
-        self._store: distributed.Store | None = None  # while the thread runs
+        self._store: distributed.Store | None = None  # set while the thread runs
         self._rank, self._beat, self._leaving = -1, 0, False
 
     def watch(self, replica: Replica) -> None:
-        """Publish the progress of a replica until it or the process group is gone, and warn when it is stuck."""
+        """Publish a replica's progress until the replica or the process group is gone, and warn if it is stuck."""
         if not replica.group.has_others or monitor_after_s() is None:
             return
-        with self._lock, contextlib.suppress(RuntimeError):  # no store: errors have only what this rank knows
+        with self._lock, contextlib.suppress(RuntimeError):  # without a store, errors have local information only
             self._watched.add(replica)
             self._rank = dist.get_rank()
             is_running = self._store is not None
@@ -211,7 +211,7 @@ class Monitor:
                 self._thread.start()
 
     def leave(self) -> None:
-        """Publish that this program ends, and wait for the thread, at most as long as the store may take.
+        """Publish that this process exits, and join the thread, for at most 1 s more than the store's time-out.
 
         A thread that returns from native code after Python has finalized aborts the process (CPython 3.11: its
         `pthread_exit` unwinds pybind11's `noexcept` destructors).
@@ -222,18 +222,18 @@ class Monitor:
             self._thread.join(timeout=STORE_TIMEOUT_S + 1.0)
 
     def read(self, ranks: Sequence[int]) -> Mapping[int, RankStatus] | None:
-        """What each rank has published while this waits, without those that do not; `None`: nothing can be read."""
+        """Return the status of each rank that publishes during this call or has exited; `None` without a store."""
         if (store := self._store) is None:
             return None
         found: dict[int, RankStatus] = {}
         with contextlib.suppress(RuntimeError, ValueError):
             found = before = read_statuses(store, ranks)
-            # Rank 0 often serves the store and ends with its error: the others read first. 4 us a status were measured
-            # on a TCPStore, where all ranks read at once when one dies.
+            # Rank 0 often serves the store and exits with its error, so it lets other ranks read first. When one rank
+            # dies, all read at once: measured as 4 us per status on a TCPStore.
             for _ in range(6 + (self._rank == 0)):
                 if self._leaving:
                     return found
-                self._publish()  # others may read too, and this thread may be the one that publishes
+                self._publish()  # other ranks may read too, and this may be the publishing thread
                 time.sleep(_interval_s() / 2 + dist.get_world_size() / 600)
             after = read_statuses(store, ranks).items()
             found = {r: each for r, each in after if each.left or r not in before or each.beat != before[r].beat}
@@ -246,7 +246,7 @@ class Monitor:
             self.wake.clear()
 
     def _look(self) -> bool:
-        """Publish, and warn of backwards that do not end. Returns whether there is anything left to watch."""
+        """Publish the status and warn of stuck backwards. Return whether anything is left to watch."""
         with self._lock:
             ends = self._leaving or not self._watched or not dist.is_initialized()
             try:
@@ -276,7 +276,7 @@ class Monitor:
 
 
 def _interval_s() -> float:
-    """The store gets at most 1,000 statuses a second from all ranks."""
+    """Return the publish interval in seconds: all ranks together write at most 1,000 statuses a second."""
     return max(1.0, dist.get_world_size() / 1000 if dist.is_initialized() else 0.0)
 
 
@@ -285,7 +285,7 @@ _inherited: list[distributed.Store | None] = []
 
 
 def _start_after_fork() -> None:
-    """In a forked child there is no thread, and the connection belongs to the parent: it must not even be closed."""
+    """Reset the monitor in a forked child, which has no thread. The parent's connection must not even be closed."""
     _inherited.append(MONITOR._store)
     MONITOR.__init__()  # type: ignore[misc]
     _backwards.clear()

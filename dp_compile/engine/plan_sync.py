@@ -1,9 +1,9 @@
-"""The plan of a module: final in the first synchronised backward, and the same on every rank.
+"""Finalizes the plan of a module in its first synchronised backward, equal on every rank.
 
-Before anything of that backward is traced every rank makes it from the ready times in the captured graph of the
-group's first rank, and all compare it before it is used. Where that rank has no graph, the plan of `replicate` stays.
-Before its first collective ranks meet once more: one may compile for minutes what another one found in a cache, and a
-collective that waits gets no more time.
+Before tracing that backward, every rank computes the plan from the ready times in the captured graph of the group's
+first rank. The ranks compare the plan before use. If the first rank has no graph, the plan of `replicate` stays. The
+ranks synchronise again before the first collective: one may compile for minutes what another finds in a cache. The
+time-out of collectives does not allow for that.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ logger = logging.getLogger("dp_compile.plan_sync")
 
 
 def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
-    """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
+    """Finalize the plans of replicas that are about to reduce for the first time. Does nothing for the others.
 
-    `times`: what the captured graph says of a replica's gradients. Without it on the group's first rank, the plan stays
-    as it is. After an error all keep the one they have.
+    `times`: ready times of a replica's gradients in the captured graph. If the group's first rank has none, the plan
+    stays as it is. After an error, all ranks keep the plan they have.
     """
     times, asked = times or {}, []
     for replica in replicas:
         if replica.planning.awaits_graph:
             channel, topic = channel_of(replica), unique_topic(replica, "ready times")
             proposal = times[replica].to_json() if replica in times else None
-            # Who decides for one group may have to wait for who decides for another: each decides first, then reads.
+            # The first rank of a group may wait for that of another group: every first rank broadcasts before it reads.
             if channel is not None and channel.rank == 0:
                 broadcast_object(channel, topic, proposal)
             asked.append((replica, channel, topic, proposal))
@@ -44,8 +44,8 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
             ready = replica.planning.ready if decided is None else ReadyTimes.from_json(decided)
             before = count(len(replica.plan.buckets), "bucket")
             planned = plan_from_times(replica, ready)
-            # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size
-            # would then be added to each other, and nothing else would notice.
+            # Equal times give equal plans, unless a rank sums floats in another order. Ranks with other plans could
+            # add up different gradients of equal size, and no other check would notice.
             signature = {"the new plan": planned.plan.signature()}
             check_consistent(channel_of(replica), unique_topic(replica, "new plan"), signature)
             replica.adopt(planned, ready)
@@ -53,9 +53,9 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
 
 
 def meet_before_launch(replicas: Iterable[Replica]) -> None:
-    """Return when every rank is about to launch the first collective of these replicas: its code is made.
+    """Wait until every rank has compiled and is about to launch the first collective of these replicas.
 
-    Does nothing for those that have launched before. After an interrupt the same topic is entered again.
+    Does nothing for replicas that have launched before. After an interrupt, the ranks use the same topic again.
     """
     for replica in replicas:
         if replica.planning.awaits_code:
@@ -64,7 +64,7 @@ def meet_before_launch(replicas: Iterable[Replica]) -> None:
 
 
 def plan_from_times(replica: Replica, times: ReadyTimes) -> PlanResult:
-    """The plan from ready times: equal on ranks where these are equal."""
+    """Compute the plan from ready times: equal on ranks with equal times."""
     group, planning = replica.group, replica.planning
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     cost = replica.config.cost or group.cost
@@ -75,7 +75,7 @@ def plan_from_times(replica: Replica, times: ReadyTimes) -> PlanResult:
 
 
 def describe_plan(replica: Replica) -> str:
-    """A plan in one line: strategy, buckets, how far the predicted end is from the best, what that rests on."""
+    """Return a plan in one line: strategy, buckets, predicted end relative to the best, basis of the prediction."""
     planning, buckets = replica.planning, count(len(replica.plan.buckets), "bucket")
     certificate, size = planning.certificate, f"{buckets}, {format_bytes(replica.plan.nbytes)}"
     if certificate is None:

@@ -1,13 +1,13 @@
-"""Named ranges for `torch.profiler`: while one records, its trace shows what this package does, by name.
+"""Named ranges for `torch.profiler`: a recorded trace shows the work of this package by name.
 
-dp_compile::module 0 backward                                          from its start to where all has arrived
-dp_compile::module 0 bucket 3 (blocks.1.expand.weight .. +4) launch    and `wait`, in it or in the next forward
-dp_compile::module 0 update                                            what follows reductions: `update`, `gather`,
-                                                                       and `forward`, one that waits for updates
-dp_compile::module 0 compile                                           code is made for the backward around it
+dp_compile::module 0 backward                                          from its start to its last reduced gradient
+dp_compile::module 0 bucket 3 (blocks.1.expand.weight .. +4) launch    or `wait`, in the backward or the next forward
+dp_compile::module 0 update                                            after reductions: `update` or `gather`; or
+                                                                       `forward`, which waits for updates
+dp_compile::module 0 compile                                           compilation of the backward around it
 
-A backward of several modules is one of `modules 0, 1`. `insight/profile.py` reads these names. Without a profiler
-nothing is timed or dispatched.
+The range of a backward of several modules has `modules 0, 1`. `insight/profile.py` reads these names. Without a
+profiler nothing is timed or dispatched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT: Final = "wait"
 
 
 def during(what: str, *replicas: Replica) -> contextlib.AbstractContextManager[Any]:
-    """A range around what is done for these modules; nothing if there are none."""
+    """Return a profiler range around work for these modules; a null context without modules or profiler."""
     if not replicas or not autograd.profiler_is_on():
         return contextlib.nullcontext()
     numbers = ", ".join(str(replica.module.number) for replica in replicas)
@@ -43,27 +43,27 @@ def during(what: str, *replicas: Replica) -> contextlib.AbstractContextManager[A
 
 
 def during_bucket(what: str, replica: Replica, number: int, bucket: Bucket) -> contextlib.AbstractContextManager[Any]:
-    """A range around a launch or a wait of the bucket with this number in the plan."""
+    """Return a profiler range around a launch or wait of the bucket with this number in the plan."""
     if not autograd.profiler_is_on():
         return contextlib.nullcontext()
     return during(f"bucket {number} ({members_in_short(bucket)}) {what}", replica)
 
 
 def members_in_short(bucket: Bucket) -> str:
-    """The first member's name, and how many gradients come after it."""
+    """Return the first member's name and the number of gradients after it."""
     names = [name for member in bucket.members if (name := member.gradient.name) != UNUSED_FLAGS] or ["flags only"]
     return names[0] if len(names) == 1 else f"{names[0]} .. +{len(names) - 1}"
 
 
 class BucketRanges(autograd.TorchDispatchMode):
-    """Recognises the collectives of buckets among the ops that compiled code calls, and puts ranges around them.
+    """A dispatch mode that puts profiler ranges around the collectives of buckets in compiled code.
 
-    Pushed only around code that is compiled already: nothing is compiled again for it. Launches run in the order of
-    the plans; one of another size than the next is not of a bucket. Of a bucket with several stages the first launch
-    has a range, and each wait.
+    It is pushed only around compiled code, so it causes no recompilation. Launches run in the order of the plans; a
+    launch whose size is not that of the next one belongs to no bucket. A bucket with several stages has a range for its
+    first launch and for each wait.
     """
 
-    # Code with activation checkpointing calls such: what draws random numbers once more.
+    # Activation checkpointing calls higher-order operators that draw random numbers again.
     supports_higher_order_operators = True
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -76,13 +76,13 @@ class BucketRanges(autograd.TorchDispatchMode):
                 numel = None if reduction.hook is not None else list(reduction.numels(buckets[number].numel))[stage]
                 self._expected.append(_Expected((replica, number, buckets[number]), numel, stage == 0))
         self._launched = 0
-        self._in_flight: dict[int, _Expected] = {}  # by the address of what is reduced, until it was waited for
+        self._in_flight: dict[int, _Expected] = {}  # by address of the reduced tensor, from launch to wait
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch switches Dynamo off around each op: it would be off already, where compiled backwards run.
+        """Return False, so that torch does not disable Dynamo around each op: in compiled backwards it is off already.
 
-        It takes longer than small ops do: a step with 2,000 small parameters took 79 ms, and takes 44 (torch 2.13).
+        Disabling takes longer than a small op: a step of 2,000 small parameters took 79 ms, and takes 44 (torch 2.13).
         """
         return False
 
@@ -98,7 +98,7 @@ class BucketRanges(autograd.TorchDispatchMode):
 
     def _launch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         expected = self._expected[self._launched] if self._launched < len(self._expected) else None
-        # Several tensors are of a collective of the model's.
+        # A collective of several tensors is the model's own.
         if expected is None or isinstance(args[0], list) or expected.numel not in (None, args[0].numel()):
             return func(*args, **kwargs)
         self._launched += 1
@@ -109,8 +109,8 @@ class BucketRanges(autograd.TorchDispatchMode):
 
 
 class _Expected(NamedTuple):
-    """A launch."""
+    """A launch expected from the plan."""
 
     bucket: tuple[Replica, int, Bucket]
     numel: int | None  # `None`: a functional hook may send any size
-    is_first: bool  # of its bucket
+    is_first: bool  # whether it is the first launch of its bucket
