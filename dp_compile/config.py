@@ -67,8 +67,8 @@ class ReplicateConfig:
         bucket_cap_mb: `float | None`, MiB, default `None`. Bucket size, as in torch's DDP: a bucket is closed when it
             holds at least this much. The first one of each key is closed at 1 MiB. `math.inf`: one bucket for each key
             after the first one. `None`: the planner makes the predicted end of the step earliest.
-        cost: `AllReduceCost | None`, default `None`. The cost of an all-reduce for that prediction, from
-            `calibrate().cost`. `None`: measured at the first `replicate` on a group of such ranks, and cached.
+        cost: `AllReduceCost | None`, default `None`. The cost of an all-reduce, from `calibrate().cost`, with which the
+            planner predicts. `None`: measured at the first `replicate` on a group of such ranks, and cached.
         gradient_divide_factor: `float | None`, default `None`. Divisor of the sum of gradients, as FSDP2's
             `set_gradient_divide_factor`. `None`: the number of ranks, and NCCL averages in the collective. Otherwise
             gradients are divided before the sum, in float16 by a power of two near the square root, as in FSDP.
@@ -81,7 +81,7 @@ class ReplicateConfig:
             `None`: no casts.
         find_unused_parameters: `bool`, default `False`. As in torch's DDP: gradients that no rank produced stay
             unchanged, those that some ranks produced become the average over all ranks. `False`: a parameter without a
-            gradient raises an error on every rank that names the parameter.
+            gradient raises an error on every rank. The error names the parameter.
         static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way. Some may be
             unused, as with `find_unused_parameters`.
         gradient_as_bucket_view: `bool | None`, default `None`. Whether bucket memory persists between backwards, at the
