@@ -55,7 +55,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def made_like(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Create fake tensors in this block if `tensor` is fake: its device may not exist for real tensors."""
+    """Create fake tensors in this block if `tensor` is fake, because its device may exist for fake tensors only."""
     return tensor.fake_mode if isinstance(tensor, _FakeTensor) else contextlib.nullcontext()
 
 

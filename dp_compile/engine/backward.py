@@ -54,7 +54,7 @@ COMES_AGAIN: Final = 64
 """The first `AT_ONCE` graphs of a module under one plan are compiled at their first use, others after `COMES_AGAIN`
 uses. Otherwise a model that takes another path in each step would be compiled in each step."""
 MOST_CAPTURES: Final = 32
-"""Most captures of a module. Graphs of equal structure may still differ: in a number that code depends on."""
+"""The limit of captures per module. Graphs of equal structure may still differ, in a number that code depends on."""
 _CAPTURE_PATIENCE_S: Final = 600.0
 
 _scope = threading.local()
@@ -283,7 +283,7 @@ def _leave(state: BackwardState, error: BaseException) -> None:
 
 
 def _follow(state: BackwardState, error: BaseException) -> None:
-    """For modules whose gradients other ranks have, run this rank's part of the steps after the reduction."""
+    """Take part in the steps after the reduction, for modules whose gradients the other ranks have."""
     others = [replica for replica in state.synced if replica.state.step_guard.reduced]
     for replica in others:
         if replica not in state.completed:

@@ -70,7 +70,7 @@ class CompiledBackward:
         self._run: Callable[..., Any] | None = None
         self._assigned: tuple[int, ...] = ()
         self._record: CaptureRecord | None = None  # of the latest compilation
-        # Of the backward that is running.
+        # State of the running backward.
         self._replicas: tuple[Replica, ...] = ()
         self._reducing: tuple[Replica, ...] = ()
         self._hook_runs: dict[tuple[int, int], HookRun] = {}
@@ -296,7 +296,7 @@ _USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.
 
 
 def described(error: BaseException) -> str:
-    """Return why a capture failed, with cause and place. Dynamo's first line alone: "a function marked as skipped"."""
+    """Return why a capture failed, with cause and place. Dynamo's first line is just "a function marked as skipped"."""
     text = str(error)
     first_line, *_ = text.strip().split("\n")
     parts = [f"{type(error).__name__}: {first_line}"]

@@ -88,7 +88,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
         elements = [0.0] * len(replica.parameters)
         for index in ones:
             elements[index] = 1.0
-        # Without the plan: a first captured backward finalizes it as it makes its flags; `plan_sync` compares plans.
+        # Flags do not cover the plan: a first captured backward finalizes it just before, and `plan_sync` compares it.
         elements += more_elements(replica.module.topic, stepped=stepped, moved=moved)
         this.sent = (key, _made(replica, elements))
     return this.sent[1]
@@ -251,7 +251,7 @@ def _who_moved(replica: Replica, reduced: _Reduced) -> str:
 
 
 def _unused_message(replica: Replica, reduced: _Reduced) -> str:
-    """Return which rank left out which parameters. On a GPU ranks read flags in different backwards: no gather."""
+    """Return which rank left out which parameters. No gather on GPUs, where ranks read flags in different backwards."""
     here, channel = reduced.unused, channel_of(replica) if reduced.event is None else None
     where: dict[str, list[int]] = {"this rank": list(here)}
     if channel is None:

@@ -153,7 +153,7 @@ class ReductionRound:
     """The launched buckets."""
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Allocates buckets in memory that is reused after the round unless it became a gradient. `None`: no reuse."""
-    new: frozenset[int] = frozenset()  # had no gradient before: its `.grad` may alias the bucket, others are copied to
+    new: frozenset[int] = frozenset()  # had no gradient before: `.grad` may alias the bucket; others are written to
     due: deque[tuple[int, int]] = field(init=False)  # (bucket, stage) pairs still to be launched
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index once the round is finished, without scattered gradients."""

@@ -167,7 +167,7 @@ _failed: Final[dict[str, tuple[str, bool]]] = {}
 
 
 def _launched(replica: Replica) -> int:
-    """Return the number of launched collectives that each bucket has once: over all ranks, or between nodes."""
+    """Return the number of launched collectives of the kind of which each bucket has one: global or between nodes."""
     groups, levels = [replica.group.process_group], replica.group.levels
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))
@@ -222,7 +222,7 @@ class Monitor:
             self._thread.join(timeout=STORE_TIMEOUT_S + 1.0)
 
     def read(self, ranks: Sequence[int]) -> Mapping[int, RankStatus] | None:
-        """Return the status of each rank that publishes during this call or has exited; `None` without a store."""
+        """Return the status of each rank that publishes during this call or has exited; `None` if none is readable."""
         if (store := self._store) is None:
             return None
         found: dict[int, RankStatus] = {}

@@ -1,7 +1,7 @@
 """The state of one backward, its optimizers, and the window in which compiled autograd is enabled for it.
 
-Compiled autograd is process-wide. It is enabled only while one of our backwards enters the engine. Backwards of other
-threads wait for its end, and at most one backward is captured at a time. Loads no compiler: every backward uses it.
+Compiled autograd is process-wide. It is enabled only while one of our backwards enters the engine; backwards of other
+threads wait meanwhile. At most one backward is captured at a time. Loads no compiler: every backward uses this file.
 """
 
 from __future__ import annotations
