@@ -296,6 +296,7 @@ def write_suite(directory, *modes):
     return str(path)
 
 
+@pytest.mark.nightly
 def test_a_real_run_from_the_command_line(tmp_path, capsys):
     suite, out = write_suite(tmp_path, ORACLE, "bench_standins:unaveraged"), str(tmp_path / "o.json")
     assert cli.main(["bench", "run", suite, "--out", out]) == 1

@@ -60,6 +60,7 @@ def test_all_experiments_at_night(tmp_path):
     assert len(list(out.iterdir())) <= 8
 
 
+@pytest.mark.nightly
 def test_a_fault_in_a_reduction_is_named_by_the_feature(tmp_path):
     out, name = tmp_path / "out", "bucket_cap_mb"
     done = ci_gpu(out, "--rehearse", "--only", "G2", "--features", f"^{name}$", plant="planted_reductions:factor")
