@@ -39,8 +39,6 @@ class Deferred:
         self.pending: list[Pending] = []
         self.last: dict[str, Any] = {}
         """What the last backward did not wait for, by names of an `OptimizerRecord`."""
-        self.failed = ""
-        """Why an update was done in part, or not at all."""
         self._stays = False
         """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
 
@@ -56,8 +54,8 @@ class Deferred:
         setup = self._setup
         nbytes = sum(tensor.nbytes for tensor in launched)
         pending = PendingUpdate(
-            deferred=self, replica=setup.replica, indices=tuple(indices), buckets=tuple(each[0] for each in buckets),
-            nbytes=nbytes, setup=setup, optimizer=setup.optimizer, options=self._options,
+            setup=setup, replica=setup.replica, indices=tuple(indices), buckets=tuple(each[0] for each in buckets),
+            nbytes=nbytes, optimizer=setup.optimizer, options=self._options,
             launched=tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True)),
         )  # fmt: skip
         if setup.replica.state.is_dry_run:
@@ -126,7 +124,7 @@ class Pending(ABC):
     `addresses` of its parameters, and `versions`: where each lay and how often it had been written to, at `register`.
     """
 
-    deferred: Deferred | None
+    setup: Setup
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
@@ -179,9 +177,8 @@ class Pending(ABC):
                 ):
                     self.finish()
             except BaseException as error:
-                names, deferred = self.replica.name_list(self.indices), self.deferred
-                assert deferred is not None
-                deferred.failed = deferred.failed or (
+                names = self.replica.name_list(self.indices)
+                self.setup.failed = self.setup.failed or (
                     f"the deferred update of {names} failed ({type(error).__name__}). Parameters are partially "
                     "updated: load a checkpoint, including optimizer.load_state_dict(), which clears this error."
                 )
@@ -209,7 +206,6 @@ class PendingUpdate(Pending):
     """An update whose gradients are being reduced. `optimizer`: kept alive. `launched`: buckets with their numbers in
     the plan, and the tensor each was launched with."""
 
-    setup: Setup
     optimizer: torch.optim.Optimizer
     options: tuple[dict[str, Any], ...]
     launched: tuple[tuple[int, Bucket, torch.Tensor], ...]

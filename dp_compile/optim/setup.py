@@ -38,6 +38,7 @@ class Setup:
 
     `given_scaler`: as given to `in_backward`; `scaler` is `None` where that is not enabled.
     `updated`: the parameters that were updated since the last `step()`, by their places in the module.
+    `failed`: why parameters are updated in part; empty if they are not.
     `covered`: the places in the module of those that the optimizer has, in its order; frozen ones too.
     """
 
@@ -47,7 +48,9 @@ class Setup:
         self.find_replica, self.find_optimizer = weakref.ref(replica), weakref.ref(optimizer)
         self.max_norm, self.given_scaler = max_norm, scaler
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
         self.updated: set[int] = set()
+        self.failed = ""
         self.covered: tuple[int, ...] = ()
         self._parameters: list[nn.Parameter] = []
         self._group_of: dict[int, int] = {}
@@ -74,10 +77,9 @@ class Setup:
         parameters, groups = self.replica.parameters, self.optimizer.param_groups
         now = [parameter for group in groups for parameter in group["params"]]
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
-            place = {id(parameter): index for index, parameter in enumerate(parameters)}
             self._parameters = now
             self._group_of = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
-            self.covered = tuple(place[id(each)] for each in now if id(each) in place)
+            self.covered = tuple(self.place[id(each)] for each in now if id(each) in self.place)
         return tuple(index for index in self.covered if parameters[index].requires_grad)
 
     @contextlib.contextmanager

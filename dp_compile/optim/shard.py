@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from dp_compile.engine.ranges import GATHER, UPDATE, during
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Deferred, Pending
 from dp_compile.optim.setup import Setup, check_in_place
-from dp_compile.optim.shards import Piece, State, States, cut, is_cut, layout_of, pieces_of
+from dp_compile.optim.shards import Piece, Pieces, State, States, cut, is_cut, pieces_of
 from dp_compile.optim.update import Update
 from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
@@ -65,13 +66,6 @@ class ShardedStates(defaultdict[Any, Any]):
         )
 
 
-class _PartsTo:
-    """Keeps the optimizer as long as its module is replicated: other optimizers cannot use sharded gradients."""
-
-    def __init__(self, shard: Shard, optimizer: torch.optim.Optimizer) -> None:
-        self.apply, self._optimizer = shard.apply, optimizer
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class Gather(Pending):
     """Parameters that other ranks have updated, and that are being all-gathered. `others`: the pieces that other ranks
@@ -101,13 +95,11 @@ class Shard(Update):
         self.group = replica.group.process_group
         self.rank, self.ranks = dist.get_rank(self.group), replica.group.world_size
         self.parameters, self.names = replica.parameters, replica.names
-        self._place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
         self.covered: tuple[int, ...] = ()
         """The parameters of the optimizer that are sharded, by their places in the module; with frozen ones."""
         self.pieces: dict[int, Piece] = {}
         """What this rank updates, by parameter."""
-        self._in_buckets: dict[int, tuple[list[Piece], list[Piece]]] = {}
-        """By bucket, what this rank updates of it and what the others do."""
+        self._in_buckets: Pieces = {}
         self._own: dict[int, nn.Parameter] = {}
         """What the optimizer updates on this rank, by parameter: elements of it."""
         self._plan: BucketPlan | None = None
@@ -136,16 +128,18 @@ class Shard(Update):
             "groups": [len(group["params"]) for group in optimizer.param_groups],
             "overlap_forward": self.deferred is not None,
         }, "in_backward(shard=True)")  # fmt: skip
-        replica.after.parts_to = _PartsTo(self, optimizer)
+        # With the optimizer, as long as the module is replicated: other optimizers cannot use sharded gradients.
+        replica.after.parts_to = SimpleNamespace(apply=self.apply, kept=optimizer)
         self._shard_state()
         super().install()
+        self._handles.append(optimizer.register_state_dict_pre_hook(self._refuse_state_dict))
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Raise for what would not be exact, or cannot be cut."""
         frozen = {id(parameter) for _, parameter in replica.module.frozen}
         every = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in (each for each in every if id(each) not in frozen):
-            index = self._place.get(id(parameter))
+            index = self.setup.place.get(id(parameter))
             if index is None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} in this {type(optimizer).__name__} is not in the "
@@ -234,22 +228,17 @@ class Shard(Update):
         replica = self.setup.replica
         if not self._is_laid_out(replica.plan):
             states = self.full_states() if self._has_state else {}
-            plan = self._plan = replica.plan
-            self.pieces = {each.index: each for each in pieces_of(plan, self.rank)}
+            self._plan, self._in_buckets = replica.plan, pieces_of(replica.plan, self.rank)
+            self.pieces = {each.index: each for own, _ in self._in_buckets.values() for each in own}
             self._own = {
                 index: nn.Parameter(flat(self.parameters[index])[piece.start : piece.stop])
                 for index, piece in self.pieces.items()
             }
-            scattered = (number for number, each in enumerate(plan.buckets) if each.key.reduction.is_scattered)
-            self._in_buckets = {number: ([], []) for number in scattered}
-            for rank in range(self.ranks):
-                for piece in pieces_of(plan, rank):
-                    self._in_buckets[piece.bucket][rank != self.rank].append(piece)
             self._hold_whole(states)
         self._find_memory()
 
     def _is_laid_out(self, plan: BucketPlan) -> bool:
-        if self._plan is not None and self._plan is not plan and layout_of(plan) == layout_of(self._plan):
+        if self._plan is not None and self._plan is not plan and pieces_of(plan, self.rank) == self._in_buckets:
             self._plan = plan
         return self._plan is plan
 
@@ -333,8 +322,7 @@ class Shard(Update):
         finally:
             optimizer.state = before
 
-    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        super()._before_state_dict(optimizer)
+    def _refuse_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer.state, ShardedStates):
             raise ReductionError(
                 "optimizer.state_dict() of a sharded optimizer: each rank has a part of the state. Call "
@@ -455,7 +443,11 @@ class Shard(Update):
         both = torch.zeros(3, dtype=torch.float64, device=device)
         with held:
             if scaler is not None and held.error is None:
-                with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
+                with self._narrowed(gradients) as optimizer:
+                    if not optimizer.param_groups:  # A scaler refuses to step where it has seen no gradient.
+                        nothing = nn.Parameter(torch.zeros(1, device=device))
+                        nothing.grad = torch.zeros(1, device=device)
+                        optimizer.param_groups.append({"params": [nothing]})
                     scaler.unscale_(optimizer)
                     found = optim.found_inf_tensors(scaler, optimizer)
             norms = [torch.linalg.vector_norm(gradients[index], dtype=torch.float64) for index in sorted(gradients)]
@@ -515,7 +507,7 @@ class Shard(Update):
                     work = launch_gather(stage, values)
                 work = work or launch_gather(stage, values)  # the others wait for it
             gather = Gather(
-                deferred=self.deferred, replica=replica, buckets=(number,), nbytes=values.nbytes,
+                setup=self.setup, replica=replica, buckets=(number,), nbytes=values.nbytes,
                 indices=tuple(each.gradient.index for each in bucket.members), others=others, values=values, work=work,
             )  # fmt: skip
             if self.deferred is not None:
@@ -553,18 +545,3 @@ class _Held:
 def flat(parameter: torch.Tensor) -> torch.Tensor:
     """All elements in the order of the memory, which has no gaps."""
     return parameter.detach().as_strided((parameter.numel(),), (1,))
-
-
-@contextlib.contextmanager
-def _something_to_look_at(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """A scaler refuses to step where it has seen no gradient, as on a rank without a piece."""
-    if optimizer.param_groups:
-        yield
-        return
-    nothing = nn.Parameter(torch.zeros(1, device=device))
-    nothing.grad = torch.zeros(1, device=device)
-    optimizer.param_groups.append({"params": [nothing]})
-    try:
-        yield
-    finally:
-        optimizer.param_groups.clear()

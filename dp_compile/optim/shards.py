@@ -10,6 +10,7 @@ for it. One over the flat bucket would tie a checkpoint to a plan, which another
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -34,12 +35,11 @@ _OF_ALL_ELEMENTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements of a parameter, in the order of its memory, that one rank updates. `index`: of the parameter; from
-    element `start` up to `stop`; in the whole `bucket` they lie at `offset`."""
+    element `start` up to `stop`; in the whole bucket they lie at `offset`."""
 
     index: int
     start: int
     stop: int
-    bucket: int
     offset: int
 
     @property
@@ -47,34 +47,23 @@ class Piece:
         return self.stop - self.start
 
 
-def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
-    """What a rank updates, of the buckets that are scattered. Padding between members belongs to no piece."""
-    found: list[Piece] = []
+Pieces = dict[int, tuple[list[Piece], list[Piece]]]
+"""By the number of a bucket, what a rank updates of it and what the others do."""
+
+
+def pieces_of(plan: BucketPlan, rank: int) -> Pieces:
+    """Of the buckets that are scattered. Padding between members belongs to no piece."""
+    found: Pieces = {}
     for number, bucket in enumerate(plan.buckets):
-        if not bucket.key.reduction.is_scattered:
-            continue
-        first = rank * numel_of_part(plan, number)
-        last = first + numel_of_part(plan, number)
-        for member in bucket.members:
-            offset = member.offset
-            start, stop = max(first, offset), min(last, offset + member.gradient.numel)
-            if start < stop:
-                found.append(Piece(member.gradient.index, start - offset, stop - offset, number, start))
-    return tuple(found)
-
-
-def numel_of_part(plan: BucketPlan, bucket: int) -> int:
-    """How many elements of a bucket each rank has, padding included."""
-    return plan.buckets[bucket].numel // plan.buckets[bucket].key.reduction.parts
-
-
-def layout_of(plan: BucketPlan) -> tuple[object, ...]:
-    """Equal for plans that cut parameters in the same places."""
-    return tuple(
-        (number, numel_of_part(plan, number), [(member.gradient.index, member.offset) for member in bucket.members])
-        for number, bucket in enumerate(plan.buckets)
-        if bucket.key.reduction.is_scattered
-    )
+        if bucket.key.reduction.is_scattered:
+            found[number] = [], []
+            numel = bucket.numel // bucket.key.reduction.parts
+            for of, member in itertools.product(range(bucket.key.reduction.parts), bucket.members):
+                offset = member.offset
+                start, stop = max(of * numel, offset), min((of + 1) * numel, offset + member.gradient.numel)
+                if start < stop:
+                    found[number][of != rank].append(Piece(member.gradient.index, start - offset, stop - offset, start))
+    return found
 
 
 def is_cut(key: str, value: object) -> bool:

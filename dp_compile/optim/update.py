@@ -31,16 +31,10 @@ class Update:
         self._options: tuple[dict[str, Any], ...] = ()
         """Of the optimizer's groups, as that backward found them; nothing after its `step()`."""
         self._unmark: Callable[[], object] = lambda: None
-        self._failed = ""
 
     @property
     def is_alive(self) -> bool:
         return self.setup.find_optimizer() is not None
-
-    @property
-    def _broken(self) -> str:
-        """Why parameters are updated in part."""
-        return self._failed or ("" if self.deferred is None else self.deferred.failed)
 
     def install(self) -> None:
         """Stand around the optimizer's `step()`."""
@@ -48,7 +42,7 @@ class Update:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_pre_hook(self._arrive),
             optimizer.register_load_state_dict_pre_hook(self._arrive),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
@@ -73,9 +67,6 @@ class Update:
         if self.deferred is not None:
             self.deferred.complete()
 
-    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        self._arrive()
-
     def describe(self) -> str:
         return str(self.record())
 
@@ -89,8 +80,8 @@ class Update:
     def begin(self) -> None:
         if self.deferred is not None:
             self.deferred.begin()
-        if self._broken:
-            raise ReductionError(self._broken)
+        if self.setup.failed:
+            raise ReductionError(self.setup.failed)
         scaler = self.setup.scaler
         if self._awaits_step and (scaler is None or optim.awaits_update(scaler, self.setup.optimizer)):
             calls = "step()" if scaler is None else "scaler.step(optimizer) and scaler.update()"
@@ -155,8 +146,8 @@ class Update:
         setup = self.setup
         if self.deferred is not None:
             self.deferred.drop()
-        if setup.updated and setup.find_replica() is not None and not self._broken:
-            self._failed = (
+        if setup.updated and setup.find_replica() is not None and not setup.failed:
+            setup.failed = (
                 f"a backward failed ({type(error).__name__}) after the optimizer had updated {len(setup.updated)} of "
                 f"{len(setup.covered)} parameters in it: {setup.replica.name_list(sorted(setup.updated))}. Parameters "
                 "are partially updated: load a checkpoint, including optimizer.load_state_dict(), which clears this "
@@ -177,8 +168,8 @@ class Update:
                 "optimizer.step() was given a closure, but the optimizer updates in the backward, before step(). Run "
                 "the backward yourself and call step() without it."
             )
-        elif self._broken:
-            problem = self._broken
+        elif self.setup.failed:
+            problem = self.setup.failed
         elif changed:
             problem = (
                 f"{changed} between the backward and optimizer.step(): the backward has updated already, with the old "
@@ -225,11 +216,9 @@ class Update:
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         replica = self.setup.find_replica()
-        if self._broken and replica is not None:
+        if self.setup.failed and replica is not None:
             forget_comparison(replica)
-        self._failed, self._awaits_step, self._options = "", False, ()
-        if self.deferred is not None:
-            self.deferred.failed = ""
+        self.setup.failed, self._awaits_step, self._options = "", False, ()
         self.setup.updated.clear()
 
 

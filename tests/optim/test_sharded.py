@@ -26,7 +26,7 @@ import dp_compile
 from dp_compile.optim import full_state_dict
 from dp_compile.optim import shard as sharded_optimizer
 from dp_compile.optim.shard import Shard
-from dp_compile.optim.shards import numel_of_part, pieces_of
+from dp_compile.optim.shards import pieces_of
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec, plan_buckets
@@ -321,13 +321,12 @@ def test_every_element_is_one_rank_s(numels, ranks, alignment_bytes):
     plan = plan_of(numels, ranks, alignment_bytes)
     met = Counter[tuple[int, int]]()
     for rank in range(ranks):
-        for piece in pieces_of(plan, rank):
+        for number, piece in ((number, each) for number, (own, _) in pieces_of(plan, rank).items() for each in own):
             met.update((piece.index, element) for element in range(piece.start, piece.stop))
-            bucket = plan.buckets[piece.bucket]
+            bucket = plan.buckets[number]
             (member,) = [each for each in bucket.members if each.gradient.index == piece.index]
             # Where the reduce-scatter puts it: parts follow each other.
             assert piece.offset == member.offset + piece.start
-            first = rank * numel_of_part(plan, piece.bucket)
-            assert first <= piece.offset
-            assert piece.offset + piece.numel <= first + numel_of_part(plan, piece.bucket)
+            assert rank * bucket.numel // ranks <= piece.offset
+            assert piece.offset + piece.numel <= (rank + 1) * bucket.numel // ranks
     assert met == Counter((index, element) for index, numel in enumerate(numels) for element in range(numel))
