@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.errors import CommunicationError, DesyncError, require
+from dp_compile.errors import CommunicationError, require
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import PACKED, BucketPlan, plan_buckets
@@ -126,8 +126,6 @@ class Exchange:
         """Inside ranks wait for each other; the `CommunicationError` says who was missing, and that `what` failed."""
         try:
             yield
-        except DesyncError:
-            raise
         except RuntimeError as error:
             if not distributed.is_communication_error(error):
                 raise

@@ -248,11 +248,10 @@ def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype
 
 @dataclass(eq=False, slots=True)
 class HookRun:
-    """One call of a hook, from one round to the next. `steps`: how many were taken."""
+    """One call of a hook, from one round to the next."""
 
     key: str
     bucket: HookBucket
-    steps: int = 0
     new_state: Sequence[State] = ()
     """After the last step, when the gradients are let go: what is remembered of each from now on."""
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
@@ -272,36 +271,33 @@ class HookRun:
         # Autocast around backward() is not meant for this.
         with autograd.counting_versions(), torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             try:
-                if self._reducing is None:
-                    self._reducing = hook.reduce(self.bucket)
-                    found = [self._checked_sent(hook, next(self._reducing))]
-                else:
-                    found = [self._checked_sent(hook, self._reducing.send(received[-1]))]
+                self._reducing = self._reducing or hook.reduce(self.bucket)
+                sent = self._reducing.send(received[-1]) if received else next(self._reducing)
+                found = [self._checked_sent(hook, sent, len(received))]
             except StopIteration as end:
-                found = self._checked_end(hook, end.value)
+                found = self._checked_end(hook, end.value, len(received))
         is_whole = versions == list(map(autograd.version_of, given))
         _require(is_whole, hook, "wrote to a tensor that it was given. Compute a new one")
-        self.steps += 1
         return found
 
-    def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
+    def _checked_sent(self, hook: FunctionalHook, sent: Any, steps: int) -> torch.Tensor:
         count, ranks = len(hook.rounds), self.bucket.ranks
-        what = type(sent).__name__ if self.steps < count else "once more"
-        is_due = self.steps < count and isinstance(sent, torch.Tensor)
+        what = type(sent).__name__ if steps < count else "once more"
+        is_due = steps < count and isinstance(sent, torch.Tensor)
         _require(is_due, hook, f"must yield {count} tensors, one per round, but yields {what}")
-        if hook.rounds[self.steps] == ALL_REDUCE:
+        if hook.rounds[steps] == ALL_REDUCE:
             return _copied(sent)
         _require(
-            hook.rounds[self.steps] != ALL_TO_ALL or sent.numel() % ranks == 0,
+            hook.rounds[steps] != ALL_TO_ALL or sent.numel() % ranks == 0,
             hook,
             f"yields {sent.numel()} elements for all_to_all, which are not divisible by {ranks} ranks. Pad them to a "
             "multiple of the number of ranks",
         )
         return _copied(sent.flatten())
 
-    def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
+    def _checked_end(self, hook: FunctionalHook, result: Any, steps: int) -> list[torch.Tensor]:
         count = len(hook.rounds)
-        _require(self.steps == count, hook, f"has {count} rounds, but yields {self.steps} tensors only")
+        _require(steps == count, hook, f"has {count} rounds, but yields {steps} tensors only")
 
         def kinds(gradients: Tensors, states: Sequence[State]) -> list[Any]:
             return [_kinds({"": each, **state}) for each, state in zip(gradients, states, strict=True)]

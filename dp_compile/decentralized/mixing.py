@@ -89,7 +89,7 @@ class Mixer:
         self._addresses = [each.data_ptr() for each in replica.parameters]
         self._versions: list[int] = []
         """How often each parameter had been written to when it was sent, or was given back."""
-        self._in_flight: tuple[Edge, list[dist.Work]] | None = None
+        self._in_flight: list[tuple[dist.Work, Edge]] = []
         self._everyone = Exchange(self.group, {})
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         timeout = timedelta(seconds=distributed.timeout_of(self.group, replica.device))
@@ -107,7 +107,7 @@ class Mixer:
         `before` is called with the edge and its weight when all parameters have arrived. Nothing is mixed if one of
         this rank was moved to other memory or written to: a `ReductionError`.
         """
-        if self._in_flight is None:
+        if not self._in_flight:
             return
         replica = self._replica()
         assert replica is not None  # a backward of it ends
@@ -125,7 +125,7 @@ class Mixer:
                 "Mixing would overwrite the change. Change parameters with load_state_dict() of the whole module, "
                 "after global_avg(will_revert=False), or in the optimizer's step()."
             )
-        edge, _ = self._in_flight
+        _, edge = self._in_flight[0]
         own_factor = (1 - self.factor) + self.factor * edge.own_factor
         self.forget()
         if before is not None:
@@ -147,8 +147,8 @@ class Mixer:
         for bucket in self.buckets:
             for own, sent in zip(bucket.own, bucket.received, strict=True):
                 torch.mul(own, edge.share, out=sent)
-            works.append(self.start(bucket.buffer, edge))
-        self._in_flight, self._versions = (edge, works), list(map(autograd.version_of, self._parameters))
+            works.append((self.start(bucket.buffer, edge), edge))
+        self._in_flight, self._versions = works, list(map(autograd.version_of, self._parameters))
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Start an all-reduce over the ranks of an edge; `wait` waits for it."""
@@ -170,15 +170,13 @@ class Mixer:
 
     def arrive(self) -> None:
         """Wait for all that is on its way to this rank; the next step mixes with it as ever."""
-        if self._in_flight is not None:
-            edge, works = self._in_flight
-            for work in works:
-                self.wait(work, edge)
+        for work, edge in self._in_flight:
+            self.wait(work, edge)
 
     def forget(self) -> None:
         """Mix nothing in the next step of this rank: its parameters are not those that were sent."""
         self.arrive()
-        self._in_flight = None
+        self._in_flight = []
 
     def average(self, *, keep: bool, buffers: bool) -> None:
         """Let parameters be the average over all ranks, with buffers of floating point if these are asked for.
