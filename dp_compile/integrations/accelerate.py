@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -117,11 +117,10 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         return ready
 
     @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """As accelerate's, which does nothing for a compiled model: here that one is reduced too."""
-        with AcceleratesOwn.trigger_sync_in_backward(unwrap(model)):
-            yield
+        found = AcceleratesOwn.trigger_sync_in_backward(unwrap(model))
+        return cast(contextlib.AbstractContextManager[None], found)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -112,21 +112,18 @@ class _Steps(Installed):
                 "config.loss = config.loss.loss_fn."
             )
         if self._done % self._micro_steps == 0:
-            self._refuse_gradients(module)
+            # On a GPU torchtitan leaves no gradients where a step begins, and nothing waits for this.
+            kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
+            if kept is not None and bool(kept.any()):
+                raise UnsupportedModuleError(
+                    f"{class_name(module)} has reduced gradients from an earlier step at the start of a step (forward "
+                    f"{self._done + 1}). A step has {self._micro_steps} forwards, according to "
+                    "training.global_batch_size and training.local_batch_size. Set these to the accumulation of the "
+                    "trainer, and zero gradients between steps."
+                )
         self._done += 1
         if self._micro_steps > 1:
             cast(ReplicatedModule, module).set_requires_gradient_sync(self._done % self._micro_steps == 0)
-
-    def _refuse_gradients(self, module: nn.Module) -> None:
-        """Where a step begins there are none, or zeros; on a GPU torchtitan leaves none, and nothing waits for it."""
-        kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
-        if kept is not None and bool(kept.any()):
-            raise UnsupportedModuleError(
-                f"{class_name(module)} has reduced gradients from an earlier step at the start of a step (forward "
-                f"{self._done + 1}). A step has {self._micro_steps} forwards, according to training.global_batch_size "
-                "and training.local_batch_size. Set these to the accumulation of the trainer, and zero gradients "
-                "between steps."
-            )
 
 
 def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:

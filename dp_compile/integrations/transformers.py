@@ -45,7 +45,6 @@ class DPCompileMixin:
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
         _trainer(self)
         self.replicate_config = replicate_config
-        self._is_checked = False
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -66,7 +65,6 @@ class DPCompileMixin:
         trainer = _trainer(self)
         # What evaluation, or the last training, prepared and compiled is taken for a wrapped model otherwise.
         trainer.model_wrapped = trainer.model
-        self._is_checked = False
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -74,21 +72,16 @@ class DPCompileMixin:
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's; an UnsupportedModuleError if the model was not prepared here, and would not be reduced."""
-        if not self._is_checked:
-            self._check_reduced(model)
-            self._is_checked = True
-        return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
-
-    def _check_reduced(self, model: nn.Module) -> None:
         inner, by_hooks = unwrap(model), (self.replicate_config or ReplicateConfig()).uses_python_hook()
-        trains = any(parameter.requires_grad for parameter in inner.parameters())
         is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
-        if _trainer(self).args.world_size > 1 and trains and not is_wrapped:
+        has_others = _trainer(self).args.world_size > 1
+        if has_others and not is_wrapped and any(parameter.requires_grad for parameter in inner.parameters()):
             raise UnsupportedModuleError(
                 f"{class_name(inner)} was not wrapped by dp_compile: it was loaded in shards, or {type(self).__name__} "
                 "prepares models in another way. Load it whole on each rank; or use a trainer without "
                 "DPCompileMixin."
             )
+        return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
 
 class DPCompileTrainer(DPCompileMixin, transformers.Trainer):  # type: ignore[misc]

@@ -68,7 +68,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(self._initialise)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for name, parameter in self.named_parameters():
             if name.endswith("project.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
@@ -80,10 +84,3 @@ class GPT(nn.Module):
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
-
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)

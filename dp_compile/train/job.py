@@ -59,35 +59,30 @@ def launch(options: argparse.Namespace) -> int:
         rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         require(options.ranks in (None, ranks), "--ranks", f"the {ranks} of torchrun", options.ranks)
         try:
-            _join("env://", rank, ranks, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+            _join(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
             return 0 if train(options) else 1
         except DPCompileError as error:
             raise type(error)(f"rank {rank}: {error}") from error
     ranks, quiet = options.ranks or max(2, torch.cuda.device_count()), {"KINETO_LOG_LEVEL": "99"}
-    with Ranks(ranks, begin=_spawned, environment=quiet) as pool:
+    with Ranks(ranks, begin=_join, environment=quiet) as pool:
         try:
             return 0 if all(pool.run(train, options, timeout_s=LONGEST_S)) else 1
         except RankError as error:
             raise DPCompileError(f"a rank failed, all were stopped; {error}") from None
 
 
-def _spawned(rank: int, ranks: int, directory: str) -> None:
-    _join(f"file://{directory}/store", rank, ranks, rank, ranks)
-
-
-def _join(meet_at: str, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
-    """Join the group at a URL, on a GPU if each rank of this machine has one."""
+def _join(local_rank: int, local_ranks: int, directory: str = "") -> None:
+    """Join torchrun's group, or that of the ranks with a directory; on a GPU if each rank of this machine has one."""
+    shared: dict[str, Any] = {"init_method": f"file://{directory}/store", "rank": local_rank, "world_size": local_ranks}
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_ranks else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # ranks share the cores
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
-        init_method=meet_at,
-        rank=rank,
-        world_size=ranks,
         timeout=timedelta(minutes=10),
         device_id=device if device.type == "cuda" else None,
+        **(shared if directory else {}),
     )
 
 
