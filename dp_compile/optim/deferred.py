@@ -121,7 +121,7 @@ class Pending(ABC):
     """Work on some parameters that is in flight. Keeps them alive as long as that is so.
 
     `indices`: of the parameters. `buckets`: by their numbers in the plan. `nbytes`: of what is in flight.
-    `addresses` of its parameters, and `versions`: where each lay and how often it had been written to, at `register`.
+    `versions`: where each of its parameters lay and how often it had been written to, at `register`.
     """
 
     setup: Setup
@@ -129,7 +129,6 @@ class Pending(ABC):
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
     nbytes: int
-    addresses: tuple[int, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
     is_over: bool = False
 
@@ -146,13 +145,12 @@ class Pending(ABC):
         return [self.replica.parameters[index] for index in self.indices]
 
     def register(self) -> None:
-        self.addresses = tuple(parameter.data_ptr() for parameter in self.parameters if parameter.numel())
-        in_flight.update(dict.fromkeys(self.addresses, self))
         self.versions = self._versions_now()
+        in_flight.update((address, self) for address, _ in self.versions if address)  # an empty parameter's is 0
 
     def _end(self) -> None:
         self.is_over = True
-        for address in self.addresses:
+        for address, _ in self.versions:
             in_flight.pop(address, None)
 
     def _versions_now(self) -> tuple[tuple[int, int], ...]:
@@ -164,7 +162,15 @@ class Pending(ABC):
                 return
             self._end()
             try:
-                self._check_not_written()
+                # What was written would be lost, or get an update on top that belongs to what was there before.
+                pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
+                written = [index for index, before, now in pairs if before != now]
+                if written:
+                    raise ReductionError(
+                        f"{self.replica.name_list(written)} changed while an update was in flight "
+                        "(overlap_forward=True). Call dp_compile.optim.synchronize(model) before changing parameters "
+                        "directly."
+                    )
                 # The first read may be in inference mode, which the optimizer's state must not be of; or in Dynamo,
                 # which looks at the module's buffers while it traces; under a mode of fake tensors; or in a transform
                 # of torch.func.
@@ -189,16 +195,6 @@ class Pending(ABC):
             if not self.is_over:
                 self._end()
                 self.wait()
-
-    def _check_not_written(self) -> None:
-        """What was written would be lost, or get an update on top that belongs to what was there before."""
-        pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
-        written = [index for index, before, now in pairs if before != now]
-        if written:
-            raise ReductionError(
-                f"{self.replica.name_list(written)} changed while an update was in flight (overlap_forward=True). "
-                "Call dp_compile.optim.synchronize(model) before changing parameters directly."
-            )
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -523,13 +523,11 @@ class Shard(Update):
         held.release()
 
 
-class _Held:
+class _Held(contextlib.AbstractContextManager["_Held"]):
     """Holds the first error inside until other ranks have all that they wait for from this one."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
-
-    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or is_of_other_ranks(error):
