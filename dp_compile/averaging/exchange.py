@@ -23,7 +23,7 @@ from dp_compile._torch import distributed
 from dp_compile.errors import CommunicationError, require
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
-from dp_compile.plan.buckets import PACKED, BucketPlan, plan_buckets
+from dp_compile.plan.buckets import PACKED, Bucket, BucketPlan, plan_buckets
 from dp_compile.replica.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica, owners
@@ -81,7 +81,7 @@ class Exchange:
         self.has_met = dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1
         """Whether the ranks have compared what they were given; nothing to do if there are no others."""
         self._topic = "" if self.has_met else unique_topic(group_on(process_group, "cpu"), "averaging")
-        self._known: tuple[list[tuple[Any, ...]], BucketPlan, int] | None = None
+        self._known: tuple[list[tuple[Any, ...]], BucketPlan, int] = [], BucketPlan(()), 0
         """Of the tensors that were averaged last: what they are, buckets, a hash."""
 
     def meet(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
@@ -107,14 +107,13 @@ class Exchange:
         """The buckets of tensors, and a number that other tensors do not have."""
         described = list(map(_described, tensors))
         kinds = [(*kind, tensor.device.type) for kind, tensor in zip(described, tensors, strict=True)]
-        known = self._known
-        if known is None or known[0] != kinds:
+        if self._known[0] != kinds:
             groups = {kind: group_on(self._group, kind) for kind in {tensor.device.type for tensor in tensors}}
             specs = [tensor_spec(i, str(i), tensor, groups[tensor.device.type]) for i, tensor in enumerate(tensors)]
             plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, alignment_bytes=PACKED)
             hashed = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7])
-            known = self._known = kinds, plan, hashed
-        return known[1:]
+            self._known = kinds, plan, hashed
+        return self._known[1:]
 
     def _compare(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
         group = group_on(self._group, tensors[0].device.type)
@@ -161,19 +160,18 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor]) -> None:
     """Average the tensors of a plan, in place."""
-    flights = deque[tuple[EagerOps, Any]]()
+    flights = deque[tuple[Bucket, Any]]()
 
-    def land(ops: EagerOps, reducing: Any) -> None:
+    def land(bucket: Bucket, reducing: Any) -> None:
         reduced = finished(reducing)
-        for member in ops.bucket.members:
+        for member in bucket.members:
             tensors[member.gradient.index].copy_(view_of(member, reduced))
 
     for bucket in plan.buckets:
         members = [tensors[member.gradient.index] for member in bucket.members]
-        ops = EagerOps(bucket, members, members[0].device)
-        reducing = reduce_bucket(bucket, ops)
+        reducing = reduce_bucket(bucket, EagerOps(bucket, members, members[0].device))
         next(reducing)  # launches it
-        flights.append((ops, reducing))
+        flights.append((bucket, reducing))
         if len(flights) == IN_FLIGHT:
             land(*flights.popleft())
     for flight in flights:
