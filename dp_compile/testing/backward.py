@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -202,8 +202,10 @@ def backward_of(training: Training, *, link: str, ranks: int, on: str = "cpu") -
     recorders.append(record)
     with contextlib.ExitStack() as exits:
         exits.callback(recorders.remove, record)
-        for each in (torch.random.fork_rng(devices=[]), fresh_compiler(), inductor.generated_anew()):
-            exits.enter_context(each)
+        exits.enter_context(torch.random.fork_rng(devices=[]))
+        torch.compiler.reset()
+        exits.callback(torch.compiler.reset)
+        exits.enter_context(inductor.generated_anew())
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         exits.callback(dist.destroy_process_group)
         with torch.device(on):
@@ -212,16 +214,6 @@ def backward_of(training: Training, *, link: str, ranks: int, on: str = "cpu") -
         replicate_module(model, {}, config=config, needs_values=False, bucket_policy=training.bucket_policy)
         exits.callback(unreplicate, model)
         return _seen(training, config, model, batch, graphs)
-
-
-@contextlib.contextmanager
-def fresh_compiler() -> Iterator[None]:
-    """Dynamo's caches are empty at the start and at the end."""
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        torch.compiler.reset()
 
 
 def _seen(

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -47,7 +47,7 @@ class RankError(AssertionError):
     """A function failed on a rank, or did not end in time."""
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """`world_size` processes in one group, which start with the first call and end with the thread that made it.
 
     Args:
@@ -128,7 +128,10 @@ class Ranks:
         context: Any = multiprocessing.get_context(self.method)
         self._directory = tempfile.TemporaryDirectory(prefix="dp_compile_ranks_")
         variables = {"OMP_NUM_THREADS": "1", **self._environment}  # torch reads it when the process imports it
-        with mock.patch.dict(os.environ, variables), _without_interrupts():
+        with mock.patch.dict(os.environ, variables), contextlib.ExitStack() as exits:
+            if threading.current_thread() is threading.main_thread():
+                # What starts now ignores Ctrl-C, and is ended by its parent, not by tracebacks of imports.
+                exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 arguments = rank, self._directory.name, theirs, self._ends_groups
@@ -182,24 +185,8 @@ class Ranks:
                     process.join()
                 process.close()
 
-    def __enter__(self) -> Ranks:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that start now ignore Ctrl-C, which ends them by their parent and not by tracebacks of imports."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _serve(rank: int, directory: str, connection: Connection, ends_groups: bool) -> None:

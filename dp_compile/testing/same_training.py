@@ -20,7 +20,7 @@ from dp_compile.insight.observe import report
 from dp_compile.plan.words import count
 from dp_compile.replica.module_names import fully_qualified
 from dp_compile.replication.replicate import replicate, unreplicate
-from dp_compile.testing.backward import SHOWN, Training, fresh_compiler
+from dp_compile.testing.backward import SHOWN, Training
 from dp_compile.testing.ranks import Ranks
 
 RTOL: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-10, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -104,18 +104,19 @@ def _train_both(
     training: Training, steps: int, backend: str | None, rtol: float | None, atol: float
 ) -> tuple[list[_Difference], str]:
     """_Differences on this rank, those too large or else the largest; and how our backwards ran."""
-    with fresh_compiler():
-        model, config = training.model(), training.config
-        # torch 2.13 warns if `broadcast_buffers` is given, and has no other name for leaving them alone at the start.
-        buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
-        ddp = DistributedDataParallel(model, find_unused_parameters=config.may_be_unused, **buffers)
-        theirs = _train(training, steps, model, ddp)
-        model = training.model()
-        config = config if backend is None else replace(config, backend=backend)
-        replicate(model, config=config, bucket_policy=training.bucket_policy)
-        ours = _train(training, steps, model, model if backend is None else torch.compile(model, backend=backend))
-        seen = report(model)
-        unreplicate(model)
+    torch.compiler.reset()
+    model, config = training.model(), training.config
+    # torch 2.13 warns if `broadcast_buffers` is given, and has no other name for leaving them alone at the start.
+    buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+    ddp = DistributedDataParallel(model, find_unused_parameters=config.may_be_unused, **buffers)
+    theirs = _train(training, steps, model, ddp)
+    model = training.model()
+    config = config if backend is None else replace(config, backend=backend)
+    replicate(model, config=config, bucket_policy=training.bucket_policy)
+    ours = _train(training, steps, model, model if backend is None else torch.compile(model, backend=backend))
+    seen = report(model)
+    unreplicate(model)
+    torch.compiler.reset()  # where it fails, the process ends
     found = list(_differences(ours, theirs, rtol, atol))
     wrong = [each for each in found if each.is_too_large] or [max(found, key=lambda each: each.relative)]
     return wrong, f"{', '.join(seen.backwards)}, reduced by {seen.mode}"
