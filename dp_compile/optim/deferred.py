@@ -217,10 +217,8 @@ class PendingUpdate(Pending):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             tensor = restored(bucket, tensor, EagerOps(bucket, (), tensor.device))
             gradients |= {member.gradient.index: view_of(member, tensor) for member in bucket.members}
-        kept = [parameter.grad for parameter in parameters]
-        with during(UPDATE, self.replica), self.setup.only(parameters, options=self.options) as optimizer:
-            for index, parameter in zip(self.indices, parameters, strict=True):
-                parameter.grad = gradients[index]
+        kept, given = [parameter.grad for parameter in parameters], [gradients[index] for index in self.indices]
+        with during(UPDATE, self.replica), self.setup.only(parameters, given, options=self.options) as optimizer:
             optim.step_without_hooks(optimizer)
         for parameter, grad in zip(parameters, kept, strict=True):
             parameter.grad = grad

@@ -86,11 +86,13 @@ class Setup:
     def only(
         self,
         parameters: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
         given: Sequence[nn.Parameter] | None = None,
         *,
         options: Sequence[dict[str, Any]] = (),
     ) -> Iterator[torch.optim.Optimizer]:
-        """Inside, the optimizer has these parameters only, in their own groups; afterwards they have no gradient.
+        """Inside, the optimizer has these parameters only, each in its own group and with its gradient; afterwards they
+        have none.
 
         `given`: what it has in their place, as pieces of them. `options`: what `options_of` returned for the groups
         when the step was due; else they are as they are now.
@@ -104,6 +106,8 @@ class Setup:
         narrowed: Iterator[tuple[Any, ...]] = itertools.zip_longest(groups, options, chosen, fillvalue={})
         optimizer.param_groups = [{**group, **then, "params": some} for group, then, some in narrowed if some]
         try:
+            for each, gradient in zip(given, gradients, strict=True):
+                each.grad = gradient
             yield optimizer
         finally:
             optimizer.param_groups = groups

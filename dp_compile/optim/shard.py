@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import SimpleNamespace
@@ -426,15 +426,13 @@ class Shard(Update):
                 optim.step_without_hooks(optimizer)
         self._has_state = True
 
-    @contextlib.contextmanager
-    def _narrowed(self, gradients: Mapping[int, torch.Tensor]) -> Iterator[torch.optim.Optimizer]:
+    def _narrowed(
+        self, gradients: Mapping[int, torch.Tensor]
+    ) -> contextlib.AbstractContextManager[torch.optim.Optimizer]:
         """Inside, the optimizer has this rank's pieces with a gradient only, each in the group of its parameter."""
         indices = sorted(gradients)
         parameters, own = [self.parameters[index] for index in indices], [self._own[index] for index in indices]
-        with self.setup.only(parameters, own) as optimizer:
-            for index, piece in zip(indices, own, strict=True):
-                piece.grad = gradients[index]
-            yield optimizer
+        return self.setup.only(parameters, [gradients[index] for index in indices], own)
 
     def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
         """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce."""

@@ -114,9 +114,7 @@ class Update:
     def _update(self, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         setup, replica = self.setup, self.setup.replica
         mine = [replica.parameters[index] for index in indices]
-        with setup.only(mine) as optimizer, replica.state.step_guard.updating(indices):
-            for parameter, gradient in zip(mine, gradients, strict=True):
-                parameter.grad = gradient
+        with setup.only(mine, gradients) as optimizer, replica.state.step_guard.updating(indices):
             setup.updated.update(indices)
             with during(UPDATE, replica):
                 optim.step_without_hooks(optimizer)
