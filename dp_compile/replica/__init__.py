@@ -1,1 +1,1 @@
-"""One replicated module as data, what becomes of its gradients, and how its ranks share plain data over the store."""
+"""State of a replicated module, consumers of its gradients, and the exchange of plain data between its ranks."""

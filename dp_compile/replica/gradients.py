@@ -1,4 +1,4 @@
-"""The gradients of a module as they are reduced: shapes, dtypes, the memory that `.grad` has."""
+"""The gradients of a module in the form in which they are reduced: shapes, dtypes and the memory of `.grad`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dp_compile.replica.group import Group
 def gradient_specs(
     parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group, sparse: Container[int] = ()
 ) -> tuple[GradientSpec, ...]:
-    """The gradients of a module in the order in which they are expected: last parameter first, flags at the end.
+    """Return the gradients of a module in the expected order of the backward: last parameter first, flags at the end.
 
-    Those that are `sparse`, by index, are in no bucket.
+    Parameters with an index in `sparse` are left out: they are in no bucket.
     """
     named = zip(names, parameters, strict=True)
     specs = [tensor_spec(index, name, parameter, group) for index, (name, parameter) in enumerate(named)]
-    # Flags are reduced as the first gradient, but all ranks get all of it, and never by a hook, which may lose some.
+    # Flags are reduced like the first parameter's gradient, but never scattered, and never by a hook: it may be lossy.
     whole = replace(group, averaging=replace(group.averaging, hook=None), scattered=frozenset())
     key = specs[0].key._replace(reduction=whole.reduction(parameters[0].dtype, names[0]))
     itemsize = _on_the_wire(parameters[0].dtype.to_real(), key.reduction).itemsize
@@ -35,13 +35,13 @@ def gradient_specs(
 
 
 def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> GradientSpec:
-    """What a plan needs to know of something that is averaged: the gradient of a parameter, or a parameter.
+    """Return the plan's description of a tensor to average: a parameter's gradient, or a parameter.
 
-    Of a DTensor each rank averages the part that it holds.
+    For a DTensor, that of its local tensor.
     """
     tensor = local_tensor(tensor)
     dtype, shape, stride = tensor.dtype, tuple(tensor.shape), dense_strides(tensor)
-    if tensor.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
+    if tensor.is_complex():  # a real view, as in torch's DDP: NCCL has no complex dtypes
         dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
     reduction = group.reduction(tensor.dtype, name)
     key = BucketKey(reduction, str(dtype).removeprefix("torch."), tensor.device.type)
@@ -54,19 +54,19 @@ def _on_the_wire(dtype: torch.dtype, reduction: Reduction) -> torch.dtype:
 
 
 def real_view(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as it is reduced: itself, or real and imaginary parts of a complex one, in the same memory."""
+    """Return the gradient, or a view of the real and imaginary parts if it is complex."""
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def local_view(grad: torch.Tensor) -> torch.Tensor:
-    """As `real_view`, of what this rank holds of a gradient: of one that is a DTensor its own part."""
+    """Return `real_view` of the gradient, or of its local tensor if it is a DTensor."""
     return real_view(local_tensor(grad))
 
 
 def lay_out(parameter: torch.Tensor) -> None:
-    """Let a gradient that is a DTensor be laid out as its parameter: what is partial over a mesh is added up there.
+    """Redistribute a DTensor gradient to the placements of its parameter; partial placements are reduced.
 
-    Runs collectives of the mesh, so all its ranks call this for the same gradients in the same order.
+    Launches collectives of the mesh: all its ranks must call this for the same gradients in the same order.
     """
     grad = parameter.grad
     if grad is not None and is_dtensor(grad):
@@ -76,10 +76,10 @@ def lay_out(parameter: torch.Tensor) -> None:
 
 
 def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
-    """The gradient as a sparse tensor of rows, coalesced, in new memory; without one, or if `absent`, it has none."""
+    """Return the gradient as a coalesced sparse tensor of rows in new memory. No rows if it is `None` or `absent`."""
     grad = None if absent else parameter.grad
     if grad is not None:
-        # Where a parameter is used by more than an embedding, gradients are dense on the ranks that did.
+        # If the parameter has a use besides the embedding, its gradient is dense on the ranks with that use.
         rows = grad if grad.is_sparse else grad.to_sparse(1)
         return rows.detach().coalesce().clone()
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
@@ -88,9 +88,9 @@ def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides if it fills its memory without gaps or overlaps, otherwise those of a contiguous one.
+    """Return the tensor's strides if it is dense and non-overlapping, otherwise contiguous strides.
 
-    Source: the layout that torch gives a `.grad` (AccumulateGrad's gradient layout contract).
+    This is the layout of a `.grad` in torch (AccumulateGrad's gradient layout contract).
     """
     expected = 1
     for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):

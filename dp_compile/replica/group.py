@@ -1,4 +1,4 @@
-"""A process group, and how gradients are averaged over it."""
+"""A process group with the averaging of gradients over it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group with the facts that are asked for in every backward."""
+    """A process group with cached properties that every backward needs."""
 
     process_group: dist.ProcessGroup
     name: str
-    backend: Backend  # for tensors on the type of device that its gradients are on
+    backend: Backend  # for the device type of the gradients
     world_size: int
     averaging: Averaging
-    levels: Levels | None = None  # its ranks by node, if the network between nodes is another one than inside
-    scattered: frozenset[str] = frozenset()  # parameters of whose reduced gradients each rank keeps a part only
-    measured: AllReduceCost | None = None  # what a collective on it costs, if known (`replication/calibration.py`)
+    levels: Levels | None = None  # ranks by node, if networks between and inside nodes differ
+    scattered: frozenset[str] = frozenset()  # names of parameters with reduce-scattered gradients
+    measured: AllReduceCost | None = None  # cost of a collective, if measured (`replication/calibration.py`)
 
     def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
-        """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""
+        """Return the reduction of a gradient of this dtype: of its real view if complex, without wire dtype or hook."""
         averaging = replace(self.averaging, scattered=parameter in self.scattered)
         if dtype.is_complex:
             averaging = replace(averaging, wire=None, hook=None)
@@ -38,18 +38,18 @@ class Group:
 
     @property
     def cost(self) -> AllReduceCost:
-        """What a collective costs: measured, else that of the backend's nominal links."""
+        """The cost of a collective: the measured one, otherwise that of the backend's nominal links."""
         ranks_inside = None if self.levels is None else self.levels.ranks_inside
         return self.measured or nominal_cost(self.backend, self.world_size, ranks_inside)
 
     @property
     def has_others(self) -> bool:
-        """Whether there are other ranks that really exist."""
+        """Whether there are other ranks, and they are not simulated."""
         return self.world_size > 1 and not self.backend.simulated
 
 
 def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
-    """The group of all ranks of a mesh, and its levels if it has two dimensions with more than one rank each."""
+    """Return the group of all ranks of a mesh, and its levels if it has two dimensions of more than one rank."""
     require(isinstance(mesh, DeviceMesh), "device_mesh", "a DeviceMesh", type(mesh))
     if mesh.ndim > 2:
         names = "" if mesh.mesh_dim_names is None else f" ({', '.join(mesh.mesh_dim_names)})"
@@ -68,7 +68,7 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
 
 
 def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> Group:
-    """The group that the user means. Raises `ConfigError` if there is none, or this rank is not in it."""
+    """Return the group of the user's arguments. Raises `ConfigError` if there is none, or this rank is not in it."""
     levels = None
     if process_group is not None and device_mesh is not None:
         raise ConfigError("give process_group or device_mesh, not both.")
@@ -85,7 +85,7 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
 
 
 def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
-    """A group with the facts that hold for tensors on one type of device: each type can have another backend."""
+    """Return the group with its properties for one device type: each type can have its own backend."""
     backend = distributed.backend_of(process_group, device_type)
     world_size = dist.get_world_size(process_group)
     return Group(process_group, distributed.group_name(process_group), backend, world_size, Averaging())

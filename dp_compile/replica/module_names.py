@@ -1,4 +1,4 @@
-"""Names of modules as their author gave them: without wrappers, and of the class before it was replicated."""
+"""Original names of modules: without wrappers, and with the name of the class before replication."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-WRAPPED: Final = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
-"""Where torch's activation checkpointing and `torch.compile` keep the module that they wrap."""
+WRAPPED: Final = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of activation checkpointing, torch.compile
 
 
 def fully_qualified(name: str) -> str:
-    """The name that a parameter or module has without wrappers: `blocks.0._orig_mod.weight` is `blocks.0.weight`."""
+    """Return the name of a parameter or module without wrappers: `blocks.0.weight` for `blocks.0._orig_mod.weight`."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def by_qualified_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """A dictionary by name without wrappers; names stay as they are if two would become the same."""
+    """Return a dictionary by name without wrappers. If two names would become equal, keep all names unchanged."""
     as_given = dict(named)
     stripped = {fully_qualified(name): value for name, value in as_given.items()}
     return stripped if len(stripped) == len(as_given) else as_given
 
 
 def class_name(module: object) -> str:
-    """The name of a module's class; `Net` also while the module is replicated and of class `DDPNet`."""
+    """Return the name of a module's class, `Net` for a replicated module of class `DDPNet` too."""
     kind = type(module)
     return str(getattr(kind, "_dp_compile_original", kind).__name__)

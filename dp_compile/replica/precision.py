@@ -1,12 +1,12 @@
-"""Mixed precision: in a replicated module's forward its floating parameters are casts, for all other code they are not.
+"""Mixed precision: the forward of a replicated module uses casts of its floating parameters, no other code does.
 
-    forward begins    each floating parameter is cast once, and the cast takes its place in `_parameters`
-    forward ends      the parameters are back: after an exception, Ctrl-C and a graph break too
-    backward          gradients pass through the casts and arrive in the parameters' own dtype
+    forward begins    each floating parameter is cast once, and the cast replaces it in `_parameters`
+    forward ends      the parameters are restored, also after an exception, Ctrl-C or a graph break
+    backward          gradients flow through the casts and are accumulated in the parameters' own dtype
 
-As in FSDP2's pre- and post-forward, but in Python that Dynamo traces: a compiled forward has the casts in its graph. In
-a forward that was not compiled as a whole, activation checkpointing calls modules again during the backward, so the
-casts are put back for that long (`recomputing`).
+As FSDP2's pre- and post-forward, but Dynamo traces this code: a compiled forward has the casts in its graph. After a
+forward that was not compiled as a whole, activation checkpointing recomputes modules during the backward. The casts are
+in place during that recomputation too (`recomputing`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import UnsupportedModuleError
 from dp_compile.replica.module_names import class_name, fully_qualified
 
-ATTRIBUTE: Final = "_dp_compile_precision"
-"""A module's attribute for its `Precision`: Dynamo has to find it there."""
+ATTRIBUTE: Final = "_dp_compile_precision"  # of a module, for its `Precision`: an attribute because Dynamo traces it
 
 _PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
 
 CastSite = tuple[tuple[str, ...], nn.Module | None, str]
-"""The names of the modules from the root to the owner, the owner (`None`: the root), the name of its parameter.
-Dynamo names a graph's inputs by the way from the root. The owner itself counts where a wrapper was put around it since.
-"""
+"""Path of module names from the root to the owner, the owner (`None`: the root), the name of its parameter. The path is
+used first, because Dynamo names graph inputs by it; the owner itself if a wrapper has since changed the path."""
 
 
 class _Cast(NamedTuple):
-    """A cast in the place of a parameter."""
+    """A cast that replaces a parameter in its `_parameters`."""
 
     container: dict[str, Any]
     name: str
@@ -48,17 +46,16 @@ class _Cast(NamedTuple):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Precision:
-    """How one module computes. Copies and pickles of the module have `None` in its place."""
+    """Mixed-precision state of one module. Copies and pickles of the module have `None` instead."""
 
-    param_dtype: torch.dtype | None  # floating parameters are cast to it, and floating inputs with `cast_inputs`
+    param_dtype: torch.dtype | None  # of casts of floating parameters, and of floating inputs with `cast_inputs`
     output_dtype: torch.dtype | None
     cast_inputs: bool
-    sites: tuple[tuple[CastSite, ...], ...]  # where parameters are cast; the sites of one tied parameter together
-    depth: int = 0  # forwards that are not compiled as a whole, and backwards of them, that are under way
+    sites: tuple[tuple[CastSite, ...], ...]  # of each parameter: several if it is tied
+    depth: int = 0  # forwards in progress that are not compiled as a whole, and backwards of such forwards
     _active: list[_Cast] = field(default_factory=list)
-    _kept: list[_Cast] = field(default_factory=list)
-    """The casts of the last forward that was not compiled as a whole, for recomputation."""
-    _awaited: int = 0  # such forwards that have not had their backward
+    _kept: list[_Cast] = field(default_factory=list)  # of the last forward not compiled as a whole, for recomputation
+    _awaited: int = 0  # forwards not compiled as a whole, before their backward
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return (type(None), ())
@@ -66,12 +63,12 @@ class Precision:
     def run(
         self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """`forward(*args, **kwargs)`, which computes with the parameters of `root`, in this precision."""
+        """Return `forward(*args, **kwargs)`, computed in this precision with the parameters of `root`."""
         if self.cast_inputs:
-            # One by one: a list that the forward is to fill stays the caller's.
+            # Each argument separately: a list that the forward fills must remain the caller's object.
             args = tuple(cast_all(each, self.param_dtype) for each in args)
             kwargs = {name: cast_all(each, self.param_dtype) for name, each in kwargs.items()}
-        # Dynamo cannot go on after a graph break inside `try`: then this runs as Python, and what it calls is traced.
+        # Dynamo cannot resume after a graph break inside `try`: this frame then runs eagerly, only callees are traced.
         traced = torch.compiler.is_compiling()
         casts: list[_Cast] = []
         try:
@@ -88,7 +85,7 @@ class Precision:
         return cast_all(result, self.output_dtype)
 
     def _cast(self, root: nn.Module, casts: list[_Cast]) -> None:
-        """Put the cast of each parameter into all its places, and append them to `casts`."""
+        """Cast each parameter, replace it by its cast at all its sites, and append each replacement to `casts`."""
         for sites in self.sites:
             seen: torch.Tensor | None = None
             cast: torch.Tensor | None = None
@@ -110,7 +107,7 @@ class Precision:
 
     @compiler.untraced(_PYTHON)
     def _begin(self, root: nn.Module) -> None:
-        """As `_cast`; of forwards inside one another the outermost casts."""
+        """Cast the parameters, unless an outer forward has done so."""
         self.depth += 1
         if self.depth == 1:
             self._active = []
@@ -127,7 +124,7 @@ class Precision:
             self._kept, self._awaited = casts, self._awaited + 1
             _recomputed.add(self)
         for each in casts:
-            # Tensors of inference mode have no version.
+            # Inference tensors have no version counter.
             if not each.cast.is_inference() and autograd.version_of(each.cast):
                 raise UnsupportedModuleError(
                     f"the forward changed its parameter {each.name} in place. With mixed precision the change is lost: "
@@ -137,7 +134,7 @@ class Precision:
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """The casts of the last forward are back in their places inside."""
+        """Inside, the casts of the last forward replace the parameters again."""
         self.depth += 1
         if self.depth == 1:
             self._active = [each for each in self._kept if each.container.get(each.name) is each.original]
@@ -152,24 +149,23 @@ class Precision:
                 self._active = []
 
     def backward_has_ended(self) -> None:
-        """A backward through the module has ended, and none will go through the same graph again."""
+        """Release the casts if this was the last awaited backward. Call it when a backward has freed its graph."""
         self._awaited -= 1
         if self._awaited <= 0:
             self.forget()
 
     def forget(self) -> None:
-        """The last forward will not be recomputed."""
+        """Release the casts of the last forward: nothing will be recomputed."""
         self._kept, self._awaited = [], 0
         _recomputed.discard(self)
 
 
-_recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
-"""Those with a forward that may be recomputed."""
+_recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()  # with a forward that may be recomputed
 
 
 def recomputing() -> contextlib.ExitStack:
-    """Until it ends, modules compute as in their last forward: a checkpoint may call a part of it again."""
-    stack = contextlib.ExitStack()  # no generator: every backward of the process asks
+    """Return a context in which all modules use the casts of their last forward: checkpoints may recompute a part."""
+    stack = contextlib.ExitStack()  # faster than a generator: every backward of the process runs this
     for each in list(_recomputed):
         stack.enter_context(each.recomputing())
     return stack
@@ -182,7 +178,7 @@ def _restore(casts: list[_Cast]) -> None:
 
 
 def cast_all(values: Any, dtype: torch.dtype | None) -> Any:
-    """The same with floating tensors in a dtype; the same object if there is nothing to cast."""
+    """Return the pytree with floating tensors cast to `dtype`, or the same object if no tensor needs a cast."""
 
     def is_other(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
@@ -194,15 +190,15 @@ def cast_all(values: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-# --- from a policy to what is cast ------------------------------------------------------------------------------
+# --- from a policy to cast sites --------------------------------------------------------------------------------
 
 
 def make_precision(
     module: nn.Module, config: ReplicateConfig, chosen: Collection[nn.Parameter], left_alone: Collection[nn.Module]
 ) -> Precision | None:
-    """How a module computes under its options; `None`: as it is.
+    """Return the precision of a module under its options, `None` if nothing is cast.
 
-    `chosen`: the parameters that are replicated; `left_alone`: modules that are not, each with all below it.
+    `chosen`: the replicated parameters; `left_alone`: excluded modules, each with all its submodules.
     """
     policy = config.mp_policy
     if policy is None or not config.casts:
@@ -234,12 +230,12 @@ def _cast_sites(
         for name, parameter in own:
             full = fully_qualified(f"{prefix}.{name}" if prefix else name)
             is_other = parameter.is_floating_point() and parameter.dtype != dtype
-            if id(parameter) in ignored and is_other:  # half of its uses would be cast
+            if id(parameter) in ignored and is_other:  # only some of its uses would be cast
                 raise UnsupportedModuleError(
                     f"{full} is shared with an ignored module: it would be cast to {dtype} in one of them only. Ignore "
                     "both, or none."
                 )
-            # Not one of a class that keeps its values in another form, as frozen quantised weights do.
+            # Skip subclasses with another representation of their values, such as frozen quantised weights.
             plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
             if not (plain or autograd.is_fake(parameter) or is_dtensor(parameter)):
                 continue

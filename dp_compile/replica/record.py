@@ -1,4 +1,4 @@
-"""What became of a captured backward: names and numbers only, never a node."""
+"""Records of captured backwards and of optimizers in the backward: names and numbers only, never an FX node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dp_compile.plan.words import count, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How compiled code fills a gradient's place in its bucket: computed there, or copied."""
+    """How compiled code writes a gradient to its bucket: computed in place, or copied."""
 
     gradient: str
     nbytes: int
@@ -21,24 +21,23 @@ class Placement:
 
 IN_BACKWARD: Final = "in-backward"
 SHARDED: Final = "sharded"
-OVERLAP_FORWARD: Final = "overlap-forward"
-"""Where an optimizer updates: in the backward; there, each rank a part; under the next forward, what can be left."""
+OVERLAP_FORWARD: Final = "overlap-forward"  # in the backward, with some updates deferred to the next forward
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """An optimizer that updates in the backward, after the latest one. Sizes are computed from shapes, not measured."""
+    """An optimizer in the backward, as of the latest backward. Sizes are computed from shapes, not measured."""
 
     name: str  # its class
     way: str  # `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`
-    nbytes: int  # of the parameters that it updates, and so of their gradients
-    updates: int = 0  # that were left for the next forward; `SHARDED`: all-gathers
-    left: tuple[int, ...] = ()  # the numbers of their buckets
-    left_nbytes: int = 0  # of what was on its way in them
-    stayed: bool | None = None  # they were in flight after `step()` too; `None`: that has not been called yet
-    ranks: int = 1  # over so many its state is cut; 1: each rank has all of it
-    elements: int = 0  # that it updates, on all ranks
-    own_elements: int = 0  # of these, that this rank updates
+    nbytes: int  # of its parameters, equal to those of their gradients
+    updates: int = 0  # deferred to the next forward; `SHARDED`: deferred all-gathers
+    left: tuple[int, ...] = ()  # bucket numbers of the deferred updates
+    left_nbytes: int = 0  # in flight in these buckets
+    stayed: bool | None = None  # whether they were in flight after `step()`; `None`: `step()` was not called yet
+    ranks: int = 1  # over which its state is sharded; 1: not sharded
+    elements: int = 0  # updated on all ranks together
+    own_elements: int = 0  # updated on this rank
     state_nbytes: int = 0  # of its state on this rank
 
     def __str__(self) -> str:
@@ -69,16 +68,16 @@ class OptimizerRecord:
 class CaptureRecord:
     """One captured backward that was compiled."""
 
-    hooks: int  # that fired while it was traced
-    reductions: int  # that they put into the graph
-    completed: int  # of these, for parameters without a gradient
+    hooks: int  # gradient hooks called during tracing
+    reductions: int  # inserted into the graph by these hooks
+    completed: int  # reductions for parameters without a gradient
     collectives: int  # counted in the graph after the last pass; planned if `cached`
     graphs: int
-    cached: bool  # the code came from a compiler's cache, so the passes did not run
+    cached: bool  # the code is from a compiler's cache, and the passes did not run
     refusals: tuple[Refusal, ...] = ()
-    memory: PeakMemory | None = None  # its simulated peak, `None` if `cached`
-    placements: tuple[Placement, ...] = ()  # of the gradients that code was generated for
-    updated: int = 0  # parameters that optimizers update in it
+    memory: PeakMemory | None = None  # simulated peak, `None` if `cached`
+    placements: tuple[Placement, ...] = ()  # of gradients with generated code
+    updated: int = 0  # parameters that optimizers update in the graph
 
     def __str__(self) -> str:
         words = self.reductions - self.hooks - self.completed
@@ -93,7 +92,7 @@ class CaptureRecord:
         lines = [head, *(f"  refused {refusal.node}: {refusal.reason}" for refusal in self.refusals)]
         lines += [f"  {self.memory}"] if self.memory else []
         lines += [f"  {count(self.updated, 'parameter')} updated in it"] if self.updated else []
-        # Flags are a few bytes of bookkeeping, always copied.
+        # Flags are omitted: a few bytes, always copied.
         placements = [each for each in self.placements if each.gradient != UNUSED_FLAGS]
         copied = [each for each in placements if each.is_copied]
         nbytes, total = (sum(each.nbytes for each in some) for some in (copied, placements))

@@ -1,4 +1,4 @@
-"""One replicated module: its parameters, plan, group and switches; and all that this process has (`owners`)."""
+"""State of one replicated module: parameters, plan, group, switches. `owners` has all replicas of this process."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _numbers = itertools.count()
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PlanState:
-    """How the plan came about, what realises it, and whether it is final (`engine/plan_sync.py`)."""
+    """Inputs and state of a replica's plan, and whether the plan is final (`engine/plan_sync.py`)."""
 
     comm_hook: CommHook | None = None
-    ready: ReadyTimes  # the plan was made from them, or they were estimated for a plan that needs none
-    strategy: str  # where buckets end: a name of `config.STRATEGIES`
-    certificate: Certificate | None = None  # of the plan's end; `None`: no cost was given
-    groups: tuple[str, ...] = ()  # in which its buckets are reduced, by name
-    code_key: str = ""  # replicas with equal keys can share compiled code: the model itself is never part of it
-    awaits_graph: bool = False  # the first synchronised backward makes the final plan, from its graph
-    awaits_code: bool = True  # no collective was launched: ranks wait for each other's compilers before the first one
+    ready: ReadyTimes  # input of the planner; estimated if the strategy needs none
+    strategy: str  # of bucketing, from `ReplicateConfig.chosen_strategy`
+    certificate: Certificate | None = None  # of the plan's predicted end; `None`: no cost was given
+    groups: tuple[str, ...] = ()  # names of the groups that reduce its buckets
+    code_key: str = ""  # replicas with equal keys can share compiled code; the key does not cover the model itself
+    awaits_graph: bool = False  # the first synchronised backward computes the final plan from its graph
+    awaits_code: bool = True  # before the first collective, ranks wait for each other's compilers
     for_next_forward: bool = False  # buckets are launched in the order in which the next forward needs them
-    units: frozenset[str] | None = None  # modules at whose ends buckets end, by fully qualified name, under a policy
+    units: frozenset[str] | None = None  # with `bucket_policy`: names of the modules at whose ends buckets end
 
 
 class ParameterRef(NamedTuple):
-    """Where a parameter or a buffer was found, and its fully qualified name. Another one may be there since."""
+    """The owner, attribute and fully qualified name of a parameter or buffer. The tensor may have been replaced."""
 
     owner: weakref.ref[nn.Module]
     attribute: str
@@ -59,40 +59,40 @@ class ParameterRef(NamedTuple):
     def find(self) -> torch.Tensor | None:
         owner = self.owner()
         for found in () if owner is None else (owner._parameters, owner._buffers):
-            if self.attribute in found:  # of a ScriptModule: no dict, has no get()
+            if self.attribute in found:  # the mapping of a ScriptModule is no dict and has no get()
                 return found[self.attribute]
         return None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ModuleRefs:
-    """What belongs to a module as it was when it was replicated, and where it is found again. Holds no module."""
+    """The contents of a module as of `replicate`, by weak references: keeps no module alive."""
 
     root: weakref.ref[nn.Module]
-    all_names: frozenset[str]  # of its parameters, those of parts too
-    left_alone: weakref.WeakSet[nn.Module]  # parts
+    all_names: frozenset[str]  # of its parameters, including those of excluded submodules
+    left_alone: weakref.WeakSet[nn.Module]  # excluded submodules
     frozen: tuple[tuple[str, nn.Parameter], ...]  # parameters without gradients, by name
     buffer_refs: tuple[ParameterRef, ...]
     parameter_refs: tuple[ParameterRef, ...]
-    sparse: frozenset[int]  # whose gradients are sparse: in no bucket, and no backward is captured
-    dtensors: frozenset[int]  # each rank reduces the part of their gradients that it holds
-    renormalised: frozenset[int]  # that a forward changes itself: weights of an embedding with `max_norm`
-    is_plain: bool  # each gradient is reduced as it is: none is a DTensor, or complex
-    beside_shards: bool  # parts are managed by `fully_shard`, whose own hooks do not survive a capture
+    sparse: frozenset[int]  # parameters with sparse gradients: in no bucket, and no backward is captured
+    dtensors: frozenset[int]  # DTensor parameters: each rank reduces its local tensor of the gradient
+    renormalised: frozenset[int]  # parameters changed by their forward: weights of an embedding with `max_norm`
+    is_plain: bool  # no gradient is a DTensor or complex
+    beside_shards: bool  # submodules are managed by `fully_shard`, whose hooks cannot be captured
     precision: Precision | None
     hook_handles: tuple[RemovableHandle, ...] = ()
-    topic: str = ""  # names its keys in the store: the same on every rank of the group, and for this replica only
+    topic: str = ""  # prefix of its keys in the store: equal on every rank of the group, unique to this replica
     number: int = field(default_factory=lambda: next(_numbers))  # of this replica in this process
 
 
 class GradientReceiver(Protocol):
-    """Where the hooks of a module report in one backward: its gradients arrive there."""
+    """The receiver of a module's gradient hooks in one backward."""
 
     def mark_ready(self, index: int) -> None: ...
 
 
 class Uneven(Protocol):
-    """Where ranks that have run out of inputs learn what the others reduce."""
+    """A module's part in `join()`: announces each backward to ranks that have no inputs left."""
 
     def announce(self, replicas: Sequence[Replica]) -> None: ...
 
@@ -104,41 +104,37 @@ class Uneven(Protocol):
 
 @dataclass(eq=False, slots=True)
 class History:
-    """What has happened to a module."""
+    """Counts and records of a module's backwards."""
 
-    backwards: Counter[str] = field(default_factory=Counter)  # by the way in which they were reduced
-    synced_backwards: int = 0  # that ended with reduced gradients; a warm-up puts it back
+    backwards: Counter[str] = field(default_factory=Counter)  # by kind of reduction
+    synced_backwards: int = 0  # ended with reduced gradients; a warm-up resets it
     captures: dict[int, CaptureRecord] = field(default_factory=dict)  # by the number of the compiled code
-    captures_of_other_plans: int = 0  # compiled before the plan was what it is
-    compiled_after: int = 0  # synchronised backwards before the latest one that compiled something
-    structures: dict[int, int] = field(default_factory=dict)
-    """The autograd graphs that were met once there was a choice (`engine/backward.py`), and how often."""
-    refused: dict[int, str] = field(default_factory=dict)  # those that could not be captured, and why
+    captures_of_other_plans: int = 0  # compiled for earlier plans
+    compiled_after: int = 0  # synchronised backwards before the latest one that compiled code
+    structures: dict[int, int] = field(default_factory=dict)  # uses by hash of the autograd graph: `engine/backward.py`
+    refused: dict[int, str] = field(default_factory=dict)  # by the same hash, why a graph cannot be captured
 
 
 @dataclass(eq=False, slots=True)
 class StepGuard:
-    """Against steps on gradients that are not reduced: what a rank knows of those, and of changed parameters."""
+    """Detects optimizer steps on unreduced gradients, from the version counters of this rank's parameters."""
 
     parameters: Sequence[nn.Parameter]
     exempt: frozenset[int]  # `ModuleRefs.renormalised`
     checks: bool
-    used: set[int] = field(default_factory=set)
-    """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
-    versions: dict[int, int] = field(default_factory=dict)  # how often changed, when a local gradient was computed
-    stepped: set[int] = field(default_factory=set)  # changed although they had a gradient that was not reduced
-    moved: bool = False  # some changed after a backward without synchronisation, whose gradients were then dropped
-    was_moved: bool = False  # the same of the latest synchronised backward
+    used: set[int] = field(default_factory=set)  # in unsynchronised backwards since the last synchronised one
+    versions: dict[int, int] = field(default_factory=dict)  # of parameters, when a local gradient was computed
+    stepped: set[int] = field(default_factory=set)  # changed while their gradient was not reduced
+    moved: bool = False  # a parameter changed after an unsynchronised backward whose gradient was then dropped
+    was_moved: bool = False  # `moved` as of the latest synchronised backward
     reduced: bool | None = None
-    """Of the latest synchronised backward: whether every rank has its gradients; `False`: no rank uses them; `None`:
-    this rank's part in its collectives is not over."""
-    missed: str = ""
-    """The error with which this rank raised after the other ranks had the gradients: it leaves out their step."""
-    at_start: tuple[int, ...] = ()
-    """Versions when the synchronised backward began; empty if that is not checked, or was not seen."""
+    """Whether every rank has the gradients of the latest synchronised backward. `False`: no rank uses them. `None`:
+    this rank has not completed its collectives."""
+    missed: str = ""  # the error after which this rank omits a step, although other ranks have the gradients
+    at_start: tuple[int, ...] = ()  # versions at the start of the synchronised backward; empty: unchecked, or unknown
 
     def backward_ended(self) -> None:
-        """A backward without synchronisation has ended."""
+        """Record versions after a backward without synchronisation."""
         self._note_changes()
         if self.checks:
             self.versions = {
@@ -148,23 +144,23 @@ class StepGuard:
             }
 
     def begin(self) -> None:
-        """A synchronised backward begins."""
+        """Start a synchronised backward."""
         self._note_changes()
         self.reduced = None
         self.versions.clear()
         self.at_start = self._versions_now() if self.checks else ()
 
     def note_steps(self) -> None:
-        """Parameters must not have changed since the backward began, as an optimizer in a hook changes them."""
+        """Record parameters that changed since the backward began, for example by an optimizer in a hook."""
         if self.at_start:
             now = self._versions_now()
-            if now != self.at_start:  # seldom, and quick to see
+            if now != self.at_start:  # rare; this comparison is cheap
                 versions = zip(self.at_start, now, strict=True)
                 self.stepped |= {index for index, (one, other) in enumerate(versions) if one != other} - self.exempt
             self.at_start = ()
 
     def made_equal(self, indices: Collection[int]) -> None:
-        """These parameters were averaged over all ranks: they are equal again."""
+        """Forget changes of these parameters: they were averaged over all ranks and are equal again."""
         self.stepped.difference_update(indices)
         self.versions |= {
             index: autograd.version_of(self.parameters[index]) for index in indices if index in self.versions
@@ -174,7 +170,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def updating(self, indices: Sequence[int]) -> Iterator[None]:
-        """Inside, these parameters are changed with reduced gradients."""
+        """Allow updates of these parameters inside: they use reduced gradients."""
         if self.at_start:
             self.stepped |= {
                 index for index in indices if self.at_start[index] != autograd.version_of(self.parameters[index])
@@ -189,10 +185,10 @@ class StepGuard:
                 self.at_start = tuple(now)
 
     def _note_changes(self) -> None:
-        """Which parameters changed since a local backward.
+        """Record parameters that changed since a local backward.
 
-        It is an error if the local gradient is still there. If it was dropped or zeroed the local backward may only
-        have been there to find a direction, as the first one of SAM is; then every rank has to have moved.
+        A change with a nonzero local gradient is an error (`stepped`). If the gradient was dropped or zeroed, the local
+        backward may only have found a direction, as the first one of SAM. Then all ranks must have `moved`.
         """
         for index, version in self.versions.items():
             if version != autograd.version_of(self.parameters[index]):
@@ -208,27 +204,26 @@ class StepGuard:
 
 @dataclass(eq=False, slots=True)
 class ReplicaState:
-    """What users switch between backwards, and what backwards change."""
+    """Mutable state: the user's switches between backwards, and the state of backwards."""
 
     step_guard: StepGuard
     sync: bool = True  # the next backward is synchronised
-    reduces_gradients: bool = True
-    """`False`: what follows a synchronised backward (`after.updates`) takes this rank's own gradients, at its end."""
-    is_dry_run: bool = False  # backwards are there to be compiled only: nothing is updated in them
+    reduces_gradients: bool = True  # `False`: `after.updates` use local gradients at the end of a synced backward
+    is_dry_run: bool = False  # backwards run for compilation only, without updates
     is_warmed_up: bool = False
-    uneven: Uneven | None = None  # while ranks may run out of inputs
-    receiver: GradientReceiver | None = None  # while a backward of this module is under way
-    bucket_memory: BucketMemory = field(default_factory=BucketMemory)  # as far as `plan.keeps_memory` says
-    untouched: tuple[int, ...] = ()  # whose gradients the last synchronised backward left alone: no rank had used them
+    uneven: Uneven | None = None  # set inside `join()`
+    receiver: GradientReceiver | None = None  # set during a backward of this module
+    bucket_memory: BucketMemory = field(default_factory=BucketMemory)  # persistent buckets, by `plan.keeps_memory`
+    untouched: tuple[int, ...] = ()  # not used by any rank in the last synchronised backward: gradients are unchanged
     warned: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True, kw_only=True)
 class Replica:
-    """The state of one replicated module. Made by `replicate`, found again through its parameters.
+    """The state of one replicated module, created by `replicate` and found through its parameters (`owners`).
 
-    `parameters` are those whose gradients are reduced, in the module's order. The plan has one gradient more: flags,
-    one for each parameter, that travel in the last bucket and tell every rank which parameters some rank did not use.
+    `parameters`: those with reduced gradients, in the module's order. The plan has flags as one more gradient in the
+    last bucket, one flag for each parameter. Reduced, they show every rank which parameters some rank did not use.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -249,29 +244,29 @@ class Replica:
 
     @property
     def reduces(self) -> bool:
-        """Whether its gradients are reduced in the next backward."""
+        """Whether the next backward reduces its gradients."""
         return self.state.sync and self.state.reduces_gradients
 
     @property
     def mode(self) -> str:
-        """What reduces, for people."""
+        """The kind of reduction, as text for users."""
         if not self.state.reduces_gradients:
             return "no reductions"
         return "python hooks" if self.called_hook is None else f"python hooks, comm hook {self.called_hook.name}"
 
     @property
     def called_hook(self) -> CommHook | None:
-        """The comm hook that is called with each bucket, and not captured."""
+        """The comm hook if it is called with each bucket and not captured, otherwise `None`."""
         hook = self.planning.comm_hook
         return hook if hook is not None and hook.is_called else None
 
     @property
     def hook_memory(self) -> HookState | None:
-        """What a functional comm hook remembers; `None` without one."""
+        """The state of the functional comm hook, `None` without one."""
         return None if self.planning.comm_hook is None else self.planning.comm_hook.memory
 
     def state_of_hook(self, index: int) -> State:
-        """What a functional hook remembers of a gradient; of the flags nothing."""
+        """Return the functional hook's state for a gradient. Empty for the flags."""
         memory = self.hook_memory
         return {} if memory is None or index == len(self.parameters) else memory.of(self.names[index])
 
@@ -280,23 +275,23 @@ class Replica:
         return any(each.deferred is not None and each.deferred.has_in_flight for each in self.after.updates)
 
     def wait_for_updates(self) -> None:
-        """Do the updates that optimizers have left for the next forward."""
+        """Do the updates that optimizers have deferred to the next forward."""
         for each in self.after.updates:
             if each.deferred is not None:
                 each.deferred.complete()
 
     def count_synced(self) -> None:
-        """A synchronised backward has ended."""
+        """Count a completed synchronised backward."""
         self.history.synced_backwards += 1
         if self.hook_memory is not None:
             self.hook_memory.backwards += 1
 
     def adopt(self, planned: PlanResult, ready: ReadyTimes) -> None:
-        """Reduce by this plan from now on. Only between backwards, and on every rank.
+        """Replace the plan. Call it between backwards, on every rank.
 
-        The memory of buckets is used again if each rank keeps a part of some: that is there twice in a step, as
-        gradients and as parameters on their way, and malloc may give it back to the system in between, page by page
-        (52.8 MiB are 13,500 of them).
+        On CPUs bucket memory persists by default if a bucket is scattered. A step uses this memory twice, for gradients
+        and for the all-gather of parameters. malloc may return it to the system in between, page by page (52.8 MiB are
+        13,500 pages).
         """
         code_before, keeps_memory = self.plan.for_code(), self.config.gradient_as_bucket_view
         if keeps_memory is None and self.device.type == "cpu":
@@ -307,15 +302,15 @@ class Replica:
         self.planning.certificate, self.planning.ready = planned.certificate, ready
         self.state.bucket_memory.kept.clear()
         code = self.plan.for_code()
-        if code != code_before or not self.planning.code_key:  # not for each new factor: the key is slow
-            config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
+        if code != code_before or not self.planning.code_key:  # not for each new divide factor: the key is slow
+            config = replace(self.config, gradient_divide_factor=None)  # the plan has it if code depends on it
             self.planning.code_key = repr((self.group.name, code, config))
             self.history.captures_of_other_plans = len(self.history.captures)
             self.history.structures.clear()
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The buffers as they are now."""
+        """The current buffers."""
         return tuple(buffer for place in self.module.buffer_refs if (buffer := place.find()) is not None)
 
     @property
@@ -323,14 +318,14 @@ class Replica:
         return self.parameters[0].device
 
     def owning_modules(self) -> list[nn.Module]:
-        """The modules that owned its parameters when it was replicated, as far as they are still there."""
+        """Return the modules that owned its parameters at `replicate` and still exist."""
         owners = (place.owner() for place in self.module.parameter_refs)
         return [owner for owner in owners if owner is not None]
 
     def hand_out(
         self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], left_alone: Container[int]
     ) -> None:
-        """Give parameters that are `unused` here, but not on all ranks, averages; `None`: each rank has a part."""
+        """Set averages as gradients of `unused` parameters not in `left_alone`. `None`: scattered, nothing is set."""
         self.state.untouched = tuple(index for index in unused if index in left_alone)
         if not self.config.may_be_unused:
             return
@@ -339,14 +334,14 @@ class Replica:
                 self.set_grad(index, average)
 
     def used_by_nobody(self, candidates: Sequence[int], flags: torch.Tensor) -> tuple[int, ...]:
-        """Of parameters that were not used on this rank, those whose average no rank is given, by reduced flags."""
+        """Return the parameters that no rank used, by reduced flags. `candidates`: those unused on this rank."""
         if not self.config.may_be_unused or not candidates:
             return ()
         used = flags.tolist()
         return tuple(index for index in candidates if not used[index])
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:
-        """Let the gradient of a parameter be `value`: the real view if it is complex, this rank's part of a DTensor."""
+        """Set a parameter's gradient to `value`: a real view if it is complex, the local tensor if it is a DTensor."""
         parameter = self.parameters[index]
         with torch.no_grad():
             if parameter.grad is None:
@@ -360,7 +355,7 @@ class Replica:
             local_view(parameter.grad).copy_(value)
 
     def is_gone(self, index: int) -> bool:
-        """Whether the module has nowhere the parameter that it had: tied to another, for one."""
+        """Return whether the module has lost the parameter, for example because it was tied to another."""
         if self.module.precision is not None and self.module.precision.depth:
             return False
         return all(place.find() is not self.parameters[index] for place in self.module.parameter_refs)
@@ -371,9 +366,9 @@ class Replica:
 
 
 def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str, *args: object, key: str = "") -> None:
-    """Warn, unless that was reported of each of these modules before.
+    """Log a warning with this rank, unless each of these modules has logged `key` before.
 
-    `key`: what may not be reported twice; `message` as it stands if not given, so that `args` do not count.
+    `key`: `message` by default, without its `args`.
     """
     new = [replica for replica in replicas if (key or message) not in replica.state.warned]
     for replica in new:
@@ -383,22 +378,22 @@ def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str,
 
 
 def warn(logger: logging.Logger, message: str, *args: object, **options: Any) -> None:
-    """Log a warning that names this rank: logs of ranks are often one stream."""
+    """Log a warning with this rank's number, because ranks often share one log stream."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     logger.warning(f"rank {rank}: {message}", *args, **options)
 
 
 class Owners:
-    """Which replica a parameter belongs to. Holds no module alive, and a replica as long as one of its modules."""
+    """Map of parameters to replicas. It keeps no module alive, and a replica while one of its owning modules lives."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}  # by `id`; `_forget` takes out who is gone
+        self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}  # by `id`; `_forget` removes dead replicas
         self._all: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._kept: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
-        """By each module that owns a parameter: a part of what was replicated may train on when the whole is gone."""
+        """By owning module of a parameter: a submodule may be trained further after the whole module is freed."""
 
     def add(self, replica: Replica) -> None:
-        """Register a replica, none of whose parameters is replicated already."""
+        """Register a replica. None of its parameters may be in another replica."""
         self._forget(None)
         self._of |= {id(each): (weakref.ref(replica), index) for index, each in enumerate(replica.parameters)}
         self._kept |= dict.fromkeys(replica.owning_modules(), replica)
@@ -411,11 +406,11 @@ class Owners:
         self._all.remove(replica)
 
     def _forget(self, replica: Replica | None) -> None:
-        """Drop the entries of a replica, or of those that are gone."""
+        """Remove the entries of a replica, of dead replicas if it is `None`."""
         self._of = {identity: entry for identity, entry in self._of.items() if entry[0]() is not replica}
 
     def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:
-        """The replica of a parameter and its index there."""
+        """Return the replica of a parameter and the parameter's index in it, `None` if it is not replicated."""
         entry = self._of.get(id(parameter))
         replica = entry[0]() if entry else None
         return (replica, entry[1]) if entry and replica is not None else None

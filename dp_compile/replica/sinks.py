@@ -1,4 +1,4 @@
-"""What becomes of reduced gradients: what the engine asks of an optimizer that updates parameters in the backward."""
+"""Protocols between the engine and consumers of reduced gradients, such as optimizers in the backward."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from dp_compile.replica.record import OptimizerRecord
 
 
 class UpdateRequest(NamedTuple):
-    """What one optimizer updates in one backward, if that is captured."""
+    """One optimizer's updates in one backward, if the backward is captured."""
 
     indices: tuple[int, ...] = ()  # parameters of the module, in the optimizer's order
-    crosses: bool = False  # updates of whole buckets may be left for the next forward (`passes/crossing.py`)
-    parts: bool = False  # it gets this rank's part of each bucket, and all of them in every backward
+    crosses: bool = False  # updates of whole buckets may be deferred to the next forward (`passes/crossing.py`)
+    parts: bool = False  # the optimizer receives this rank's shard of every bucket in every backward
 
 
 class Deferred(Protocol):
-    """What an optimizer has left for the next forward (`passes/crossing.py`)."""
+    """Updates that an optimizer has deferred to the next forward (`passes/crossing.py`)."""
 
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Keep reductions that have been launched, of buckets by number, to update these parameters before a read."""
+        """Hold launched reductions of numbered buckets, and update these parameters with them before the next read."""
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether there is something of a backward."""
+        """Whether updates of a backward are pending."""
 
     def complete(self) -> None:
-        """Do it now."""
+        """Wait for the pending reductions and do their updates."""
 
     def forward_runs(self, *, whole: bool) -> None:
-        """Code of a forward begins that waits for updates; `whole`: nothing of the forward is outside of it."""
+        """Note the start of forward code that waits for updates. `whole`: the code is all of the forward."""
 
 
 class Sink(Protocol):
-    """Where reduced gradients go, other than to `.grad`."""
+    """A consumer of reduced gradients other than `.grad`."""
 
     def apply(
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
-        """Update these parameters of its module now; `parameters` is what the graph has for them.
+        """Update these parameters of its module now. `parameters`: the graph's tensors for `indices`.
 
-        Where each rank gets a part of a bucket, each gradient is that part. No parameters: the backward does not have
-        all gradients of the bucket, or is not captured.
+        If the bucket is scattered, `gradients` are this rank's shards. `parameters` is empty if the backward does not
+        have all gradients of the bucket, or is not captured.
         """
 
 
 class Updates(Sink, Protocol):
-    """One optimizer of one module. A subclass without a method lives on, asks for nothing and does nothing there."""
+    """Updates of one module by one optimizer in the backward. By default: alive, no requests, no actions."""
 
     @property
     def deferred(self) -> Deferred | None:
-        """What it has left for the next forward, if it can."""
+        """The updates deferred to the next forward, `None` if the optimizer defers none."""
         return None
 
     @property
@@ -66,38 +66,38 @@ class Updates(Sink, Protocol):
         return True
 
     def begin(self) -> None:
-        """A backward begins; a `ReductionError` if the step before has not ended, or broke off between two updates."""
+        """Start a backward. Raise `ReductionError` if the last step has not ended, or was updated in part only."""
 
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
-        """May raise `ReductionError` if the graph is kept, for another backward with parameters of before."""
+        """Return the updates of this backward. May raise `ReductionError` if the graph is kept for another backward."""
         return UpdateRequest()
 
     def ended(self) -> None:
-        """A synchronised backward has ended well: update what it has not updated."""
+        """Do the remaining updates after a successful synchronised backward."""
 
     def interrupted(self, error: BaseException) -> None:
-        """The backward failed on this rank."""
+        """Clean up after a backward that failed on this rank."""
         return
 
     def left_out(self, error: BaseException) -> None:
-        """This rank failed in a backward whose gradients other ranks have: take part in what follows there."""
+        """Take part in the later collectives of a backward that failed on this rank, if other ranks have gradients."""
         return
 
     def released(self) -> None:
-        """The module is not replicated any more."""
+        """Clean up after `unreplicate` of the module."""
 
     def describe(self) -> str:
-        """For people: what becomes of parameters, and what that spares."""
+        """Return text for users: where parameters are updated, and the savings."""
 
     def record(self) -> OptimizerRecord | None:
-        """The same of an optimizer as data; `None` where none follows reductions."""
+        """Return `describe` as data, `None` if no optimizer consumes the gradients."""
         return None
 
 
 @dataclass(eq=False, slots=True)
 class AfterReduction:
-    """What becomes of reduced gradients, other than `.grad` (`optim/`)."""
+    """The consumers of a module's reduced gradients, other than `.grad` (`optim/`)."""
 
-    updates: list[Updates] = field(default_factory=list)  # that update parameters in the backward, each its own
-    scattered: frozenset[int] = frozenset()  # parameters of whose reduced gradients each rank keeps a part only
-    parts_to: Sink | None = None  # gets this rank's part of each bucket of those
+    updates: list[Updates] = field(default_factory=list)  # in the backward, of disjoint sets of parameters
+    scattered: frozenset[int] = frozenset()  # parameters whose gradients are reduce-scattered
+    parts_to: Sink | None = None  # receives this rank's shards of scattered buckets

@@ -1,9 +1,8 @@
-"""How ranks compare and share plain data over the key-value store of the default process group.
+"""Comparison and exchange of plain data between ranks, over the key-value store of the default process group.
 
-Each wait ends with a time-out, that of the group's collectives. Time in which ranks compile does not count: their
-monitors publish it (`RankStatus`). `check_consistent` and `all_gather_object` are one round: every rank posts, rank 0
-reads all of it and posts one verdict for all, so that all ranks go on or all raise the same error, and the traffic of
-`check_consistent` is linear in the ranks.
+Each wait has the time-out of the group's collectives. Compilation time does not count: the ranks' monitors publish it
+(`RankStatus`). `check_consistent` and `all_gather_object` take one round: every rank posts, rank 0 reads all posts and
+publishes one result. Therefore all ranks continue or all raise the same error. `check_consistent` has linear traffic.
 """
 
 from __future__ import annotations
@@ -29,49 +28,49 @@ from dp_compile.replica.group import Group
 from dp_compile.replica.replica import Replica
 
 LOOK_EVERY_S: Final = 2.0
-COMPILATION_S: Final = 1800.0  # so much longer than its time-out a wait may take while ranks compile
+COMPILATION_S: Final = 1800.0  # how long a wait may exceed its time-out while ranks compile
 
 Statement = Mapping[str, Any]
 _meetings: Final[Counter[str]] = Counter()
 
 
 class MissingRankError(DesyncError):
-    """A rank did not come in time: where it is can be asked. Other disagreements say all there is to say."""
+    """A rank did not reach a synchronisation point in time. In a backward the monitor adds its status to the text."""
 
 
 class LostStoreError(CommunicationError):
-    """The key-value store is gone. So is all that ranks could say."""
+    """The key-value store is gone, so ranks cannot exchange data any more."""
 
 
 def is_of_other_ranks(error: BaseException) -> bool:
-    """Whether an error says that other ranks did not come, or cannot be reached."""
+    """Return whether the cause of an error is that other ranks are late or cannot be reached."""
     if isinstance(error, VoidBackwardError):
         return False
     return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
 
 
-# --- what each process publishes of itself once a second, in the store of the default process group -------------------
+# --- status of each process, published once a second in the store of the default process group ------------------------
 
 COMPILING: Final = "compiling, "
 _STATUS_KEY: Final = "dp_compile.monitor/{}"
 
 
 class Progress(NamedTuple):
-    """How far one rank is with one module."""
+    """Progress of one rank with one module."""
 
     done: int  # complete synchronised backwards
-    launched: int = -1  # collectives of the one in progress; -1: there is none
+    launched: int = -1  # collectives of the backward in progress; -1: no backward is in progress
     failed: str = ""  # the error that ended backward `done` + 1
-    gave_up: bool = False  # it only reports that other ranks are not reached
+    gave_up: bool = False  # whether that error is about other ranks: late or unreachable
 
 
 class RankStatus(NamedTuple):
-    """What a process publishes: a number that grows, progress by topic, what runs, and whether it has ended."""
+    """The published status of a process."""
 
-    beat: int
-    modules: dict[str, Progress]
-    place: str = ""  # the user's line, after `COMPILING` while torch compiles
-    left: bool = False
+    beat: int  # increases with each publication
+    modules: dict[str, Progress]  # by topic
+    place: str = ""  # the user's current line, prefixed by `COMPILING` while torch compiles
+    left: bool = False  # whether the process has ended
 
 
 def write_status(store: distributed.Store, rank: int, status: RankStatus) -> None:
@@ -79,9 +78,9 @@ def write_status(store: distributed.Store, rank: int, status: RankStatus) -> Non
 
 
 def read_statuses(store: distributed.Store, ranks: Iterable[int]) -> dict[int, RankStatus]:
-    """The latest status of each of these ranks that has published one, by rank in the default group."""
+    """Return the latest published statuses of these ranks, by rank in the default group."""
     keys = {rank: _STATUS_KEY.format(rank) for rank in ranks}
-    if not store.check(list(keys.values())):  # to get a key that was never set would block
+    if not store.check(list(keys.values())):  # reading a key that was never set would block
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     texts = store.multi_get(list(keys.values())) if keys else []
     found = {rank: RankStatus(*json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
@@ -93,13 +92,13 @@ def read_statuses(store: distributed.Store, ranks: Iterable[int]) -> dict[int, R
 
 @dataclass(frozen=True, slots=True)
 class StoreChannel:
-    """Where the ranks of one group meet in the store, with plain JSON data.
+    """Exchange of plain JSON data between the ranks of one group, over the store.
 
-    Not `torch.distributed.elastic.utils.store`: `synchronize` does not say which rank is missing, and after an error
+    Not `torch.distributed.elastic.utils.store`: its `synchronize` does not report the missing rank, and after an error
     its `store_timeout` leaves the time-out of the default store changed (torch 2.11 to 2.15).
 
-    `watched`: ranks of the default group. While some of them compile no wait ends: of several modules with groups of
-    their own, who is missing may itself wait for a rank of another group.
+    `watched`: ranks of the default group. No wait ends while one of them compiles: with several groups, a missing rank
+    may itself wait for a rank of another group.
     """
 
     store: distributed.Store
@@ -110,13 +109,13 @@ class StoreChannel:
 
     def post(self, key: str, value: Any) -> None:
         with self._asking(math.inf):
-            self.store.set(key, json.dumps(value))  # in its order: of a statement the first difference is named
+            self.store.set(key, json.dumps(value))  # keys unsorted: errors report the first difference in this order
 
     def read(self, key: str, patience_s: float, absent: str = "") -> Any:
-        """What a rank has posted.
+        """Return the value that a rank has posted.
 
         Raises:
-            MissingRankError: with the text `absent`, it is not there `patience_s` after a rank was last seen compiling.
+            MissingRankError: with text `absent`, `patience_s` after the call or the last sign of a compiling rank.
             LostStoreError: the store is gone.
         """
         beats: dict[int, int] = {}
@@ -131,14 +130,14 @@ class StoreChannel:
                 statuses = read_statuses(self.store, self.watched) if self.watched else {}
             compiling = {rank: each.beat for rank, each in statuses.items() if each.place.startswith(COMPILING)}
             before, beats = beats, compiling
-            if any(before.get(rank, beat) != beat for rank, beat in beats.items()):  # else it may have been killed
+            if any(before.get(rank, beat) != beat for rank, beat in beats.items()):  # a constant beat: maybe killed
                 end_s = min(time.monotonic() + patience_s, last_s)
             if time.monotonic() >= end_s:
                 raise MissingRankError(absent)
 
     @contextlib.contextmanager
     def _asking(self, patience_s: float) -> Iterator[None]:
-        """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
+        """Raise `MissingRankError` on time-out, otherwise `LostStoreError`. The time decides: torch has one class."""
         started_s = time.monotonic()
         try:
             yield
@@ -154,13 +153,13 @@ class StoreChannel:
 
 
 def _round(channel: StoreChannel, topic: str, value: Any, judge: Callable[[dict[int, Any]], Any], call: str) -> Any:
-    """What rank 0 makes of the values of all ranks, on every rank."""
+    """Return on every rank the result of `judge`, which rank 0 calls with the values of all ranks."""
     channel.post(f"{topic}/{channel.rank}", value)
     if channel.rank == 0:
         stated: dict[int, Any] = {}
         for rank in range(channel.world_size):
-            # One rank is waited for in full; once one is missing the others get a short look only, so that the
-            # verdict comes before the ranks that wait for it give up.
+            # Only the first missing rank gets the full time-out, the later ranks a short one: otherwise ranks that
+            # wait for the result would time out before rank 0 publishes it.
             is_complete = len(stated) == rank
             patience_s = channel.timeout_s if is_complete else min(1.0, channel.timeout_s / (2 * channel.world_size))
             with contextlib.suppress(MissingRankError):
@@ -181,14 +180,14 @@ def _round(channel: StoreChannel, topic: str, value: Any, judge: Callable[[dict[
 
 
 def check_consistent(channel: StoreChannel | None, topic: str, statement: Statement, *, call: str = "") -> None:
-    """Return when every rank has made an equal statement, plain JSON data, on `topic`: once on this channel.
+    """Wait for an equal `statement` (plain JSON data) from every rank. Each `topic` can be used once on a channel.
 
-    A key `error` says that this rank cannot go on and why. `call`: the user's that this is a part of, for errors.
+    A key `error` in it is this rank's reason for not continuing. `call`: the user's API call, for error texts.
 
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
-            `channel.timeout_s`. The text names the rank and the first difference.
-        LostStoreError: the store is gone, here and in all that follows.
+            `channel.timeout_s`. The text has the rank and the first difference.
+        LostStoreError: the store is gone for good.
     """
     complaints = [] if channel is None else _round(channel, topic, statement, _complaints, call)
     if complaints:
@@ -206,14 +205,14 @@ def _complaints(stated: Mapping[int, Statement]) -> list[str]:
 
 
 def all_gather_object(channel: StoreChannel | None, topic: str, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, on every rank: for rare use, as every rank reads all. As `check_consistent`."""
+    """Return the values of all ranks, by rank. Traffic is quadratic in ranks. Errors as in `check_consistent`."""
     if channel is None:
         return [value]
     return list(_round(channel, topic, value, lambda stated: list(stated.values()), ""))
 
 
 def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> Any:
-    """The value of rank 0, on every rank, or a `DesyncError`. Rank 0 does not wait for the others."""
+    """Return the value of rank 0 on every rank. Rank 0 does not wait. Raises `DesyncError` if it is late."""
     if channel is None:
         return value
     if channel.rank == 0:
@@ -223,7 +222,7 @@ def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> An
 
 
 def first_difference(mine: Any, theirs: Any) -> str:
-    """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
+    """Return the first difference of two JSON values as text: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
     here, there = dict(_leaves(mine, "")), dict(_leaves(theirs, ""))
     for path in here | there:
         shown = [json.dumps(each[path]) if path in each else "missing" for each in (there, here)]
@@ -247,7 +246,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def channel_of(who: Replica | Group) -> StoreChannel | None:
-    """Where the ranks of a module or a group meet, with its collectives' time-out; `None` if there are no others."""
+    """Return the channel of a module or group with its collectives' time-out, `None` without other ranks."""
     group = who if isinstance(who, Group) else who.group
     if not group.has_others:
         return None
@@ -261,10 +260,10 @@ def channel_of(who: Replica | Group) -> StoreChannel | None:
 
 
 def unique_topic(who: Replica | Group, about: str) -> str:
-    """A topic that no other `unique_topic` of these ranks has, past or future.
+    """Return a topic that is unique among all `unique_topic` calls of these ranks.
 
-    Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
-    counts back. A rank would then read a value of the time before.
+    Public counts are not unique: a failed backward is repeated under the same count, and `warmup` resets counts. A rank
+    would then read an old value.
     """
     topic = f"dp_compile.{about}/{who.name}" if isinstance(who, Group) else f"{who.module.topic}/{about}"
     _meetings[topic] += 1
@@ -272,7 +271,7 @@ def unique_topic(who: Replica | Group, about: str) -> str:
 
 
 def check_consistent_in_call(who: Replica | Group, statement: Statement, call: str) -> str:
-    """Compare in a call that every rank of a module, or a group, makes in the same order. Returns the topic."""
+    """Run `check_consistent` in an API call that every rank makes in the same order. Return the topic."""
     topic = unique_topic(who, call)
     check_consistent(channel_of(who), topic, statement, call=call)
     return topic
@@ -280,10 +279,10 @@ def check_consistent_in_call(who: Replica | Group, statement: Statement, call: s
 
 @contextlib.contextmanager
 def propagate_errors(who: Replica | Group, call: str) -> Iterator[None]:
-    """An error of any kind inside also reaches the ranks that wait for this one in `check_consistent_in_call`."""
+    """Report an error raised inside to the ranks that wait in `check_consistent_in_call`, and raise it again."""
     try:
         yield
-    except (DesyncError, LostStoreError):  # the ranks have met, or cannot
+    except (DesyncError, LostStoreError):  # all ranks have it already, or cannot be reached
         raise
     except Exception as error:
         text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"

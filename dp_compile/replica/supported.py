@@ -1,4 +1,4 @@
-"""What cannot be combined, in ONE table: how gradients are averaged, of which kind they are, and what follows."""
+"""All unsupported combinations in one table: averaging of gradients, kinds of gradients, consumers of gradients."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ _IS_SPARSE: Final = (
 )
 _NOT_SHARDED: Final = "the optimizer of this module cannot be sharded: %s. Use shard=False."
 
-_CALLS: Final = NO_REDUCTION, OPTIMIZER, SHARD, COMM_HOOK, HAS_RUN
-"""What comes of earlier calls for the module, and not of its options or gradients."""
+_CALLS: Final = NO_REDUCTION, OPTIMIZER, SHARD, COMM_HOOK, HAS_RUN  # due to earlier calls, not to options or gradients
 _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced, so their averaging cannot be configured.",
     (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which determines the divisor of gradients.",
@@ -91,13 +90,13 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
 
 
 def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = "", module: str = "") -> None:
-    """Refuse to add something of these kinds to a module that has what it cannot be combined with.
+    """Raise if the module has a feature that cannot be combined with a new one of these kinds.
 
-    `added`, `module`: their names in the message; by default the kind, and the first parameter.
+    `added`, `module`: names for the message, by default the kind and the first parameter.
 
     Raises:
-        UnsupportedModuleError: an earlier call for this module stands against it.
-        ConfigError: an option, a kind of gradients, or another optimizer does.
+        UnsupportedModuleError: the conflict is with an earlier call for this module.
+        ConfigError: the conflict is with an option, a kind of gradients, or another optimizer.
     """
     for (kind, found), sentence in _TABLE.items():
         if kind in kinds and _IS_THERE[found](replica):
