@@ -1,1 +1,1 @@
-"""The module's side: `replicate`, the wrapper class, selection, `no_sync`, `join`, `warmup`."""
+"""Functions for modules: `replicate`, the wrapper class, selection, `no_sync`, `join`, `warmup`."""

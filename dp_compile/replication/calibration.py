@@ -1,7 +1,7 @@
-"""What an all-reduce costs on a group, and on the two levels of its network: measured, and remembered.
+"""Measured cost of an all-reduce on a group and on the two levels of its network, with a cache.
 
-`calibrate` gives the figures, for `ReplicateConfig(cost=...)`. Without that option `remembered_cost` gives them in
-factors of two: no two measurements are equal, and the same machines are to have the same plan in every run.
+`calibrate` returns it for `ReplicateConfig(cost=...)`. Without that option `remembered_cost` rounds it to powers of 2:
+measurements vary, but the same machines should have the same plan in every run.
 """
 
 from __future__ import annotations
@@ -42,15 +42,12 @@ from dp_compile.replica.replica import Replica
 logger = logging.getLogger("dp_compile.calibration")
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))  # bytes of the sweep: 1 KiB to 16 MiB
-SWEEPS: Final = 3
-"""So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
-LEAST_NBYTES: Final = 2**18
-"""Smaller messages do not tell a bandwidth: what a busy machine adds to each is more than they take."""
-WORST_SPREAD: Final = 0.3
-"""`CostFit.spread` above it: other work disturbs the measurement, and it is not remembered."""
+SWEEPS: Final = 3  # at most: other load can make small messages slower than large ones, so that no line fits
+LEAST_NBYTES: Final = 2**18  # smaller messages give no bandwidth: other load adds more than their own time
+WORST_SPREAD: Final = 0.3  # above this `CostFit.spread` other load disturbs the measurement, and it is not cached
 
 _links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | None]]] = WeakKeyDictionary()
-"""By the type of device, what `remembered_cost` has found."""
+"""The results of `remembered_cost`, by device type."""
 
 
 def calibrate(
@@ -59,21 +56,21 @@ def calibrate(
     device: torch.device | str | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> CostFit:
-    """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
+    """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB. Every rank of the group must call it.
 
-    The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost.
-    Plan with it: `ReplicateConfig(cost=calibrate().cost)`.
+    For each size the slowest rank's time counts. Every rank fits the same numbers, so all ranks return the same cost.
+    Pass it to the planner: `ReplicateConfig(cost=calibrate().cost)`.
 
-    On two levels of network the cost says also what an all-reduce takes between nodes, and inside a node what the
-    stages there take; `CostFit.residual` is that of the worst fit.
+    On two levels of network the result also has the costs of the stages inside a node and of the all-reduce between
+    nodes. `CostFit.residual` is that of the worst fit.
 
     Args:
-        process_group: whose all-reduce to measure; the default group if not given.
-        device: where the data is; the current accelerator if the group has a backend for it, else the CPU.
-        device_mesh: in the place of `process_group`, as `replicate` takes it; with two dimensions there are two levels.
+        process_group: the group to measure; the default group if not given.
+        device: the device of the data; the current accelerator if the group has a backend for it, else the CPU.
+        device_mesh: alternative to `process_group`, as for `replicate`. Two dimensions are two levels.
 
     Raises:
-        DesyncError: some rank of the group has not called it within the time-out of the group; the text names it.
+        DesyncError: a rank of the group has not called it within the time-out of the group; the text names the rank.
         ConfigError: no process group is initialised, the group has one rank, or the times do not grow with the size in
             any of three sweeps.
     """
@@ -83,23 +80,23 @@ def calibrate(
     group = resolved.process_group
     device = torch.device(distributed.working_device(group) if device is None else device)
     on_device = group_on(group, device.type)
-    # A collective with a rank that never comes would end with an error that names no rank.
+    # Without this, a missing rank would cause a time-out of a collective, whose error does not name the rank.
     store_channel.check_consistent_in_call(on_device, {}, "calibrate()")
     return _Sweep(replace(on_device, levels=resolved.levels), device, 7, statistics.median).fit()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """Times of a group's collectives. Every rank fits the same numbers."""
+    """Measurement of a group's collectives. Every rank fits the same numbers."""
 
     group: Group
     device: torch.device
     repetitions: int  # of each size
-    typical: Callable[[Sequence[float]], float]  # which of their times counts
-    limit_s: float = math.inf  # after so long no larger size than `LEAST_NBYTES` follows
+    typical: Callable[[Sequence[float]], float]  # selects one of the repetitions' times
+    limit_s: float = math.inf  # after this time, sizes above `LEAST_NBYTES` are skipped
 
     def fit(self) -> CostFit:
-        """What a collective costs on the group, and on its levels. Raises `ConfigError` as `calibrate`."""
+        """Return the cost of collectives on the group and on its levels. Raises `ConfigError` as `calibrate`."""
         group = self.group
         fits = [self._fit([Stage(ALL_REDUCE, group.name, "sum")])]
         if group.levels is not None:
@@ -113,7 +110,7 @@ class _Sweep:
         parts = math.lcm(*(stage.parts for stage in stages))
         sizes = [-(-nbytes // (4 * parts)) * 4 * parts for nbytes in SIZES]
         samples: list[tuple[int, float]] = []
-        for _ in range(SWEEPS):  # every rank fits the same samples, so all of them stop or go on
+        for _ in range(SWEEPS):  # every rank fits the same samples, so all ranks stop after the same sweep
             spent_s = 0.0
             for nbytes in sizes:
                 times = self._times_s(nbytes, stages)
@@ -135,7 +132,7 @@ class _Sweep:
         )
 
     def _times_s(self, nbytes: int, stages: Sequence[Stage]) -> list[float]:
-        """How long stages take one after the other, each time."""
+        """Return the duration of all stages in sequence, for each repetition."""
         data = torch.zeros(nbytes // 4, device=self.device)
         times = []
         for _ in range(1 + self.repetitions):
@@ -154,15 +151,15 @@ class _Sweep:
         return times[1:]
 
 
-# --- remembered -------------------------------------------------------------------------------------------------------
+# --- cache ------------------------------------------------------------------------------------------------------------
 
 
 def remembered_cost(replica: Replica) -> AllReduceCost | None:
-    """What a collective on a module's group costs, each figure in a factor of two; `None`: the times fit no line.
+    """Return the cost of collectives on a module's group, rounded to powers of two; `None` if no line fits the times.
 
-    Every rank calls it. It is measured once for ranks that are alike in number, hosts, device and backend, in 0.2 to
-    0.4 s with gloo (90 Mbit/s to loopback, 2026-11-28), and kept in a file in the directory of torch's caches, on the
-    host of rank 0. See `config.link_source`.
+    Every rank must call it. It measures once for each combination of ranks, hosts, device and backend, in 0.2 to 0.4 s
+    with gloo (90 Mbit/s to loopback, 2026-11-28). The cache is a file in the directory of torch's caches on the host of
+    rank 0. See `config.link_source`.
     """
     group, device, known = replica.group, replica.device, _links.setdefault(replica.group.process_group, {})
     if device.type not in known:
@@ -170,7 +167,7 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
         hosts = Counter(store_channel.all_gather_object(channel, topic("hosts"), socket.gethostname()))
         is_gpu, levels = device.type == "cuda", "" if group.levels is None else f", levels {group.levels.ranks_inside}"
         hardware = torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()} {os.cpu_count()}"
-        key = f"{group.backend} on {hardware}, ranks by host {sorted(hosts.values())}{levels}"  # such ranks are alike
+        key = f"{group.backend} on {hardware}, ranks by host {sorted(hosts.values())}{levels}"
         file, keeps = _file(), link_source() == REMEMBERED
         found = store_channel.broadcast_object(channel, topic("link"), _read(file).get(key) if keeps else None)
         if found is not None:
@@ -183,7 +180,7 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
 
 
 def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
-    """The shortest times count: what else a machine does makes them longer. The same on every rank."""
+    """Return a cost from the shortest times, because other load makes times longer. Equal on every rank."""
     try:
         found = _Sweep(group, device, 5, min, limit_s=0.1).fit()
         if found.spread > WORST_SPREAD:
@@ -195,20 +192,20 @@ def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
 
 
 def _in_bins(cost: AllReduceCost) -> AllReduceCost:
-    """Latency and bandwidth to the next power of two, of microseconds and of GB/s."""
+    """Round latency (in microseconds) and bandwidth (in GB/s) to the nearest powers of two."""
 
     def to_power(value: float) -> float:
         return 2.0 ** round(math.log2(value))
 
     levels = [None if each is None else _in_bins(each) for each in (cost.inside, cost.between)]
-    # A line through zero comes of noise: no collective takes less than a microsecond.
+    # A fitted latency near zero is noise: no collective takes less than a microsecond.
     alpha_us, busbw_gb_s = max(1.0, cost.alpha_s * 1e6), 1e-9 / cost.beta_s_per_byte
     return AllReduceCost(to_power(alpha_us) * 1e-6, 1e-9 / to_power(busbw_gb_s), *levels)
 
 
 def _file() -> Path:
     directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if not directory:  # as torch names it; asking torch loads Dynamo
+    if not directory:  # torch's default; torch's own function would load Dynamo
         user = "unknown"
         with suppress(KeyError, ImportError, OSError):
             user = getpass.getuser()
@@ -224,7 +221,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    """At once or not at all: other processes may read and write it."""
+    """Replace the file atomically, because other processes may read and write it. Ignores errors."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")

@@ -63,7 +63,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         try:
             given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
             options = merge_options(given.get("config"), {name: given[name] for name in OPTIONS & given.keys()})
-        except (TypeError, ConfigError):  # copying or unpickling; else __init__ raises it, also on the other ranks
+        except (TypeError, ConfigError):  # a copy or unpickling; otherwise __init__ raises the error, on all ranks
             return super().__new__(cls)
         if options.uses_python_hook():
             return super().__new__(cls)
@@ -135,9 +135,9 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Input tensors are moved to its device if `device_ids` was given.
 
-        In a profile it has the same name as torch's DDP, unless the wrapper itself is compiled.
+        Its name in profiles is that of torch's DDP, unless the wrapper itself is compiled.
         """
-        if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # in this order: no guard on a profiler
+        if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # this order avoids a guard on the profiler
             return self._run(inputs, kwargs)
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             return self._run(inputs, kwargs)
@@ -156,7 +156,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
 
-    _dp_compile_wraps = True  # `inner_module` finds the replicated module in it
+    _dp_compile_wraps = True  # a mark for `inner_module`
     no_sync, register_comm_hook = ReplicatedModule.no_sync, ReplicatedModule.register_comm_hook
 
     def join(
@@ -181,7 +181,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group whose ranks average with each other."""
+        """The group over which gradients are averaged."""
         return replica_of(self).group.process_group
 
     @property
@@ -208,14 +208,14 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
 # Frameworks and torch.distributed.checkpoint check for torch's class before they strip the prefix `module.`.
 TorchDDP.register(DistributedDataParallel)
-# Otherwise help() shows the arguments of `__new__`.
+# Without this, help() shows the arguments of `__new__`.
 DistributedDataParallel.__new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined]
 
 
 def _one_device(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
-    """Return the device that inputs are moved to, or `None` if no device was given. Raises ConfigError."""
+    """Return the device for inputs, `None` if none is given. Raises ConfigError if it is not that of the parameters."""
     given = [each for each in (*(device_ids or ()), output_device) if each is not None]
     devices = [device_of(each if isinstance(each, int) else torch.device(each), "device_ids") for each in given]
     if not devices:

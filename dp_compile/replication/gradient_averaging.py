@@ -1,4 +1,4 @@
-"""The plan by which gradients are averaged, and what changes it: comm hooks, divide factors, sharded gradients."""
+"""The plan of a module's reductions, and its changes by comm hooks, divide factors and sharded optimizers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ logger = logging.getLogger("dp_compile.comm_hook")
 def make_plan(
     gradients: Sequence[GradientSpec], group: Group, config: ReplicateConfig, units: frozenset[str] | None
 ) -> tuple[BucketPlan, PlanState]:
-    """The plan of a module, as far as it can be known before the first backward.
+    """Return the plan of a module before its first backward. Raises a ConfigError if options contradict each other.
 
-    `units`: the modules at whose ends buckets end, by fully qualified name; `None`: no policy was given. Raises a
-    ConfigError where options contradict each other.
+    `units`: fully qualified names of the modules at whose ends buckets end; `None`: no policy was given.
     """
     ready = assumed_times(gradients)
     strategy = config.chosen_strategy(has_policy=units is not None)
@@ -46,20 +45,20 @@ def make_plan(
 
 
 def _unit_of(units: Collection[str], parameter: str) -> str:
-    """The innermost unit around a parameter, by fully qualified name."""
+    """Return the fully qualified name of the innermost unit that contains a parameter, empty if none does."""
     parts = parameter.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     return next((name for name in around if name in units), "")
 
 
 def scatter(replica: Replica, names: frozenset[str]) -> None:
-    """Let each rank keep only a part of the reduced gradients of these parameters; between backwards, on every rank."""
+    """Reduce-scatter the gradients of these parameters from now on. Call it on every rank, between backwards."""
     _replan(replica, replace(replica.group, scattered=names))
     replica.after.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
 
 
 def _replan(replica: Replica, group: Group) -> None:
-    """Reduce over this group, as it says, from now on."""
+    """Set the group, with its averaging, and compute a new plan."""
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     plan, planning = make_plan(gradients, group, replica.config, replica.planning.units)
     replica.group = group
@@ -68,18 +67,18 @@ def _replan(replica: Replica, group: Group) -> None:
 
 
 def keep_buckets(replica: Replica, group: Group) -> None:
-    """Reduce the same buckets over this group, as it says, from now on; between backwards, on every rank of it.
+    """Set the group, with its averaging, and keep the buckets. Call it on every rank of the group, between backwards.
 
-    A plan takes long to make, and another divisor, perhaps one in each step, changes none.
+    Planning is slow, and a new divisor, perhaps one in each step, does not change the buckets.
     """
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
-    replica.group = group  # not of a divisor that was refused
+    replica.group = group  # only now: the line above raises for an invalid divisor
     planned = PlanResult(replica.plan.with_keys_of(gradients), replica.planning.certificate)
     replica.adopt(planned, replica.planning.ready)
 
 
 def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> None:
-    """See `ReplicatedModule.set_gradient_divide_factor`. `name`: of the module's class."""
+    """See `ReplicatedModule.set_gradient_divide_factor`. `name`: the module's class, for error texts."""
     with propagate_errors(replica, "set_gradient_divide_factor()"):
         is_factor = is_number(factor) and 0 < factor < math.inf
         require(is_factor, "gradient_divide_factor", "a finite number > 0", factor)
@@ -94,7 +93,7 @@ def set_gradient_divide_factor(replica: Replica, name: str, factor: float) -> No
 
 
 def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFunction) -> None:
-    """See `ReplicatedModule.register_comm_hook`. `name`: of the module's class."""
+    """See `ReplicatedModule.register_comm_hook`. `name`: the module's class, for error texts."""
     with propagate_errors(replica, "register_comm_hook()"):
         supported.check_supported(replica, (supported.AVERAGING, supported.COMM_HOOK), module=name)
         hook = make_comm_hook(state, function, replica.group.process_group, replica.group.backend)

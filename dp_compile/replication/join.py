@@ -1,12 +1,12 @@
 """Uneven inputs: a rank without further batches takes part in the other ranks' reductions with zeros.
 
-Built on `torch.distributed.algorithms.join`. So other joinables, for example torch's `ZeroRedundancyOptimizer`, can be
-in the same context, after the module.
+Built on `torch.distributed.algorithms.join`. Other joinables, for example torch's `ZeroRedundancyOptimizer`, can follow
+the module in the same context.
 
-    a rank with inputs                                  a rank without
+    a rank with inputs                                  a rank without inputs
       Join.notify_join_context      <- all-reduce ->      Join's loop: is any rank left?
       announce: who has inputs      <- all-reduce ->      main_hook
-      plans that are due, buckets, buffers     ==         the same, with zeros
+      pending plans, buckets, buffers          ==         the same, with zeros
 
 `engine/backward.py` announces each synchronised backward before its first collective. Accumulation inside `no_sync()`
 is local and is not announced.
@@ -116,7 +116,7 @@ class ReplicaJoinable(Joinable):
 
 @dataclass(eq=False)
 class _Membership(JoinHook):
-    """A replica in a join context: announces its backwards; without inputs, takes part in those of the others."""
+    """A replica in a join context. It announces backwards of this rank; without inputs, it joins those of others."""
 
     member: Joinable
     replica: Replica
@@ -124,7 +124,7 @@ class _Membership(JoinHook):
     active: tuple[int, ...] = ()  # the ranks of the group that had inputs in the latest backward
 
     def announce(self, replicas: Sequence[Replica]) -> None:
-        """Notify ranks without inputs that this rank is about to reduce `replicas`, which may hold only this replica.
+        """Notify ranks without inputs before this rank reduces `replicas`. Raises `ConfigError` for more than one.
 
         torch's `Join` notifies for its first member only; ranks without inputs would wait for any other collective."""
         context = distributed.join_config(self.member)
@@ -165,7 +165,7 @@ class _Membership(JoinHook):
 
     @property
     def source(self) -> int:
-        """The rank that buffers are broadcast from: the highest with inputs, as in torch's DDP inside `join()`."""
+        """The source rank for buffer broadcasts: the highest with inputs, as in torch's DDP inside `join()`."""
         return max(self.active, default=0)
 
     # --- torch's `Join` calls these on a rank without inputs
@@ -185,7 +185,7 @@ class _Membership(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Broadcast parameters and buffers from the last rank that had inputs."""
         replica = self.replica
-        replica.wait_for_updates()  # of the last step with inputs: no forward on this rank has waited for them since
+        replica.wait_for_updates()  # of the last step with inputs: no forward on this rank has waited for them
         process_group = replica.group.process_group
         own = dist.get_rank(process_group) if is_last_joiner else -1
         source = torch.tensor([own], device=replica.device)

@@ -31,7 +31,7 @@ from dp_compile.replication import gradient_averaging
 
 
 class ReplicatedModule:
-    """The methods of a replicated module. Follows the module's own class in the MRO, so that its attributes win."""
+    """The methods of a replicated module. The module's own class precedes it in the MRO and takes precedence."""
 
     _dp_compile_original: ClassVar[type[nn.Module]]
 
@@ -96,15 +96,15 @@ class ReplicatedModule:
             DesyncError: another rank registers a different hook, or none.
         """
         owner = state_of(self)
-        if isinstance(owner, Pending):  # registered, and validated, when replication starts, as torch's `replicate`
+        if isinstance(owner, Pending):  # validated and registered when replication starts, as in torch's `replicate`
             owner.comm_hooks.append((state, hook))
         else:
             gradient_averaging.register_comm_hook(owner, class_name(inner_module(self)), state, hook)
 
     def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
-        """Pickle the plain module: its original class, without our hooks. It can be loaded without this package.
+        """Pickle or copy the plain module: original class, without our hooks. Loadable without this package.
 
-        `copy.deepcopy`, as in `torch.optim.swa_utils.AveragedModel`, gives a plain module, too: without reductions."""
+        So `copy.deepcopy`, as in `torch.optim.swa_utils.AveragedModel`, returns a module without reductions."""
         original: Any = original_class(self)
         reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
@@ -125,8 +125,8 @@ _classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValue
 def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
     """Return the class `DDP<Name>` for a module of class `<Name>`, cached to share compiled code. Does not assign it.
 
-    `waiting`: replication starts in the first forward. A separate class until then, so that code compiled before is not
-    used after. `casts`: `forward` casts to another dtype (`replica/precision.py`), also when it is called directly.
+    `waiting`: replication starts in the first forward. The class is separate, so code compiled before the start is not
+    reused. `casts`: `forward` casts to another dtype (`replica/precision.py`), also when it is called directly.
     """
     kind = original_class(module)
     named_as_ours = tuple(
@@ -240,7 +240,7 @@ class ForwardCheck(Installed):
 
 @compiler.untraced("torch's DistributedDataParallel is around a module that dp_compile replicates")
 def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: Sequence[nn.Parameter]) -> None:
-    """Raise if torch's DDP wraps a replicated module. Its constructor calls nothing of ours, but its forward does."""
+    """Raise if torch's DDP wraps a replicated module. Checked in the forward: DDP's constructor does not call us."""
     ours = {id(parameter) for parameter in replica.parameters}
     if any(id(parameter) in ours for parameter in around):
         raise UnsupportedModuleError(
@@ -250,7 +250,7 @@ def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: Sequence[nn.P
 
 
 def refuse_traced_backward() -> None:
-    """Raise in a mode of Dynamo in which no gradient would be reduced."""
+    """Raise if `trace_autograd_ops` is on: gradients would not be reduced."""
     if compiler.trace_autograd_ops():
         raise ConfigError(
             "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
@@ -282,8 +282,8 @@ class Pending(Installed):
 
     def __init__(self, root: nn.Module, start: Callable[[nn.Module, Pending], None]) -> None:
         self._root, self._start = weakref.ref(root), start
-        self.state = SimpleNamespace(sync=True)  # of `ReplicaState` what users may set before the start
-        self.comm_hooks: list[tuple[Any, HookFunction]] = []  # given to `register_comm_hook`, which the start calls
+        self.state = SimpleNamespace(sync=True)  # the fields of `ReplicaState` that users may set before the start
+        self.comm_hooks: list[tuple[Any, HookFunction]] = []  # registered at the start
 
     @compiler.untraced("a module starts to be replicated with its first forward; run one before compiling fullgraph")
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -303,7 +303,7 @@ def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> No
 # --- from a module to its state ---------------------------------------------------------------------------------
 
 states: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]]] = weakref.WeakKeyDictionary()
-"""By each replicated module its state."""
+"""The state of each replicated module."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -320,13 +320,13 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def find_state(module: nn.Module) -> Replica | Pending | None:
-    """Return the state of a replicated module, or of one that waits for its first forward; `None` for others."""
+    """Return the state of a replicated or pending module, `None` for other modules."""
     found = states.get(inner_module(module))
     return found() if found else None
 
 
 def state_of(module: nn.Module) -> Replica | Pending:
-    """Return the state as `find_state`. Raises an UnsupportedModuleError if there is none."""
+    """Return the state of a replicated or pending module. Raises UnsupportedModuleError for other modules."""
     state = find_state(module)
     if state is None and distributed.is_reduced_by_torch(unwrap(module)):
         raise UnsupportedModuleError(
@@ -342,7 +342,7 @@ def state_of(module: nn.Module) -> Replica | Pending:
 
 
 def replica_of(module: nn.Module) -> Replica:
-    """Return the replica. Raises an UnsupportedModuleError for a module not replicated, or not before its forward."""
+    """Return the replica of a module. Raises UnsupportedModuleError if it is not replicated or still pending."""
     state = state_of(module)
     if isinstance(state, Pending):
         raise UnsupportedModuleError(
@@ -360,7 +360,7 @@ def is_replicated(module: nn.Module) -> bool:
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """Return the separately replicated submodules and wrappers of such submodules, outermost first."""
     if len(states) <= is_replicated(module):
-        return []  # nothing else is replicated: saves a traversal in each micro step
+        return []  # nothing else is replicated: avoids a traversal in each micro step
     return [each for each in module.modules() if each is not module and is_replicated(each)]
 
 

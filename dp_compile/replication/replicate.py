@@ -51,7 +51,7 @@ logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 CALL: Final = "replicate()"
 OPTIONS: Final = frozenset(each.name for each in dataclasses.fields(ReplicateConfig))
-"""The names of all options. Arguments of `replicate` and of the wrapper class that set an option bear its name."""
+"""The names of all options, which are also argument names of `replicate` and of the wrapper class."""
 
 
 def replicate(
@@ -89,7 +89,7 @@ def replicate(
     `unreplicate`, `register_comm_hook`, `set_gradient_divide_factor` and `in_backward` apply to one module only.
 
     Args:
-        module: the module to replicate, or what `torch.compile` returned for it.
+        module: the module to replicate, or the result of `torch.compile` for it.
         ddp_python_hook: `True`: install Python hooks that are captured with the backward. `False`: pass the module to
             torch's own composable `replicate`, with the options it supports; this package then does nothing. `None`:
             use `config`, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then `True`.
@@ -125,7 +125,7 @@ def replicate(
 
 
 class _Request(NamedTuple):
-    """The arguments of `replicate`, validated as far as possible without the parameters."""
+    """The arguments of `replicate`, validated as far as possible without parameter values."""
 
     group: Group
     config: ReplicateConfig
@@ -187,7 +187,7 @@ def replicate_module(
         selection.check_not_managed(inner, ignored, parts)
         waiting = needs_values and selection.is_waiting(inner, ignored)
         if waiting:
-            kind = modules.replicated_class(inner, waiting=True, casts=options.casts)  # a wrapper waits for no values
+            kind = modules.replicated_class(inner, waiting=True, casts=options.casts)  # a wrapper never waits
             pending = modules.Pending(inner, partial(_start, request))
             for owner in dict.fromkeys((inner, *selection.owning_modules(inner, ignored))):
                 owner.register_forward_pre_hook(pending)
@@ -220,7 +220,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
         owners.remove(state)
     else:
         for submodule in inner.modules():
-            modules.remove_forward_hooks(submodule, only=state)  # not those of parts
+            modules.remove_forward_hooks(submodule, only=state)  # parts keep theirs
     modules.remove_forward_hooks(inner)
     if (precision := vars(inner).pop(ATTRIBUTE, None)) is not None:
         precision.forget()
@@ -253,8 +253,8 @@ def options_of_torch(
 ) -> dict[str, Any]:
     """Return the keyword arguments for torch's DDP, for `ddp_python_hook=False` on every rank.
 
-    Options that only concern plans and captured backwards are dropped. Raises a ConfigError for options that change
-    numerics or checks and that torch's DDP does not have.
+    Options of plans and captured backwards are dropped. Raises a ConfigError for options that change numerics or checks
+    and that torch's DDP does not have.
     """
     refused = {
         "mp_policy": options.mp_policy is not None,
@@ -272,7 +272,7 @@ def options_of_torch(
             )
     check_consistent_in_call(group, {HOOK_VARIABLE: False}, CALL)
     theirs = {
-        # torch's DDP takes no math.inf.
+        # torch's DDP does not accept math.inf.
         "bucket_cap_mb": None if options.bucket_cap_mb is None else min(options.bucket_cap_mb, 2.0**20),
         "find_unused_parameters": options.may_be_unused and not options.static_graph,
         "static_graph": options.static_graph,
@@ -283,7 +283,7 @@ def options_of_torch(
     return {name: value for name, value in theirs.items() if value is not None}
 
 
-# --- select, check, agree, install ------------------------------------------------------------------------------
+# --- select, check, compare, install ----------------------------------------------------------------------------
 
 
 def _start(request: _Request, module: nn.Module, pending: modules.Pending | None = None) -> None:
@@ -309,7 +309,7 @@ def _start(request: _Request, module: nn.Module, pending: modules.Pending | None
         )
         check_supported(replica, (*[TWO_LEVELS] * (group.levels is not None), *[REDUCE_DTYPE] * (wire is not None)))
         statement = _statement(target, replica)
-    # Outside propagate_errors(), which reports an error of this rank alone: this compares the statements of all ranks.
+    # Not in propagate_errors(), which reports errors of this rank alone: this check raises on all ranks.
     replica.module.topic = check_consistent_in_call(request.group, statement, CALL)
     if replica.planning.awaits_graph and config.cost is None and replica.group.has_others and link_source() != NOMINAL:
         replica.group = dataclasses.replace(replica.group, measured=remembered_cost(replica))
@@ -320,7 +320,7 @@ def _start(request: _Request, module: nn.Module, pending: modules.Pending | None
     owners.add(replica)
     install_hooks(replica)
     modules.states[module] = weakref.ref(replica)
-    # Not module.register_...: a ScriptModule rejects hooks that were not scripted with it there, but runs this one.
+    # Not module.register_...: there a ScriptModule rejects hooks that were not scripted with it. It runs this one.
     nn.Module.register_forward_pre_hook(module, modules.ForwardCheck(replica))
     install_entry()
     MONITOR.watch(replica)
@@ -338,7 +338,7 @@ def _start(request: _Request, module: nn.Module, pending: modules.Pending | None
 
 
 def _statement(target: selection.Selection, replica: Replica) -> Statement:
-    """Return what must be equal on all ranks, as plain data."""
+    """Return the facts that must be equal on all ranks, as plain data."""
 
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [

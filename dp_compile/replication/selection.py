@@ -1,8 +1,7 @@
-"""Which parameters and buffers of a module are replicated, by fully qualified name, and which are refused.
+"""Selection of the parameters and buffers to replicate, by fully qualified name, and checks of unsupported ones.
 
-What torch's composable `replicate` leaves alone is left alone here: ignored modules and submodules that `fully_shard`
-manages, each with all below them, and their tensors wherever else they appear. So are parts that were replicated
-before, as nested calls of `fully_shard` have it.
+As in torch's composable `replicate`, ignored modules and submodules that `fully_shard` manages are excluded, with all
+their submodules and tensors, shared ones too. So are parts that were replicated before, as in nested `fully_shard`.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # loading it loads all of FSDP
 
 BucketPolicy: TypeAlias = "Callable[..., bool] | Collection[type[nn.Module]] | ModuleWrapPolicy"
-"""A set of classes; or one of torch's in `torch.distributed.fsdp.wrap`: `ModuleWrapPolicy`, and functions with a
-`recurse` argument, as `functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`."""
+"""A set of classes, or a policy of `torch.distributed.fsdp.wrap`: `ModuleWrapPolicy`, or a function with a `recurse`
+argument, such as `functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`."""
 
 
 class Selection(NamedTuple):
-    """What of a module is replicated, by fully qualified name."""
+    """The replicated parameters and buffers of a module, by fully qualified name."""
 
     module: nn.Module
     trainable: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     left_alone: frozenset[nn.Module]
-    """What is ignored, replicated by another call or left to `fully_shard`, each with everything below it."""
+    """Modules that are ignored, replicated by another call or managed by `fully_shard`, each with its submodules."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.trainable | self.frozen
 
     def refs(self, precision: Precision | None) -> ModuleRefs:
-        """Where all of it is found again. Sparse gradients are those that torch's DDP looks for, too."""
+        """Return the references to all of it. Sparse gradients are found as in torch's DDP."""
         modules, trainable = list(self.module.modules()), list(self.trainable.values())
         embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
         shortened = [each for each in modules if getattr(each, "max_norm", None) is not None]
@@ -73,7 +72,7 @@ class Selection(NamedTuple):
         )
 
     def _places(self, tensors: Mapping[str, torch.Tensor]) -> tuple[ParameterRef, ...]:
-        """Every place of each of these tensors: tied ones have several."""
+        """Return all references to each of these tensors: several for a tied one."""
         chosen = set(map(id, tensors.values()))
         return tuple(
             ParameterRef(weakref.ref(owner), attribute, fully_qualified(name))
@@ -83,7 +82,7 @@ class Selection(NamedTuple):
 
 
 def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
-    """Everything of the module that is not left alone, in the order of `named_parameters`."""
+    """Return all tensors of the module that are not excluded, in the order of `named_parameters`."""
     named = by_qualified_name(_tensors(module, ignored))
     parameters = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
     return Selection(
@@ -96,18 +95,18 @@ def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
 
 
 def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
-    """Whether the module has parameters or buffers without values: lazy ones, or ones on the meta device."""
+    """Return whether a parameter or buffer has no values: it is lazy, or on the meta device."""
     return any(nn.parameter.is_lazy(tensor) or tensor.is_meta for _, tensor in _tensors(module, ignored))
 
 
 def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.Module]:
-    """The modules, the outermost one and those below it, that own parameters which are not left alone."""
-    walked = module.named_modules(memo={*_left_alone(module, ignored)})  # not into these
+    """Return the module and submodules that own parameters and are not excluded."""
+    walked = module.named_modules(memo={*_left_alone(module, ignored)})  # does not visit these
     return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
 
 
 def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """Owner, attribute, name as the module has it and tensor, once for each place of a parameter or a buffer."""
+    """Yield (owner, attribute, name with wrappers, tensor) for each reference to a parameter or buffer."""
     for prefix, owner in module.named_modules():
         parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
         for attribute, tensor in (*parameters, *owner.named_buffers(recurse=False, remove_duplicate=False)):
@@ -115,9 +114,9 @@ def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tens
 
 
 def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer that is not left alone, once, with its name as the module has it."""
+    """Yield each parameter and buffer that is not excluded, once, with its name including wrappers."""
     seen = {id(tensor) for each in _left_alone(module, ignored) for tensor in (*each.parameters(), *each.buffers())}
-    # What torch's DDP leaves alone because the module names it: torchrec and TRL do.
+    # The module's own list of tensors that torch's DDP excludes, used by torchrec and TRL.
     names = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     named = (*module.named_parameters(), *module.named_buffers()) if names else ()
     seen |= {id(tensor) for name, tensor in named if name in names or fully_qualified(name) in names}
@@ -135,11 +134,11 @@ def _is_fully_sharded(module: nn.Module) -> bool:
     return "fully_shard" in distributed.composable_apis(module)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------
 
 
 def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.Module]:
-    """The ignored modules as a set; a ConfigError if something else was given."""
+    """Return the ignored modules as a set. Raises ConfigError for anything but an iterable of modules."""
     given = () if ignored_modules is None else ignored_modules
     several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
     ignored: list[Any] = list(given) if several else [given]
@@ -150,7 +149,7 @@ def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.M
 
 
 def device_of(given: int | torch.device, option: str) -> torch.device:
-    """A device that was given as torch's DDP takes them: a number means that GPU."""
+    """Return the device of an argument as in torch's DDP: an `int` is a GPU index. Raises ConfigError."""
     is_device = isinstance(given, torch.device) or (type(given) is int and given >= 0)
     require(is_device, option, "the number of a GPU or a torch.device", given)
     if isinstance(given, int):
@@ -161,9 +160,9 @@ def device_of(given: int | torch.device, option: str) -> torch.device:
 
 
 def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
-    """Refuse a module that torch's DDP, FSDP or `replicate` manages already, or that shares a parameter with its parts.
+    """Raise UnsupportedModuleError if torch's DDP, FSDP or `replicate` manages the module, or parts share a parameter.
 
-    `parts`: what was replicated before. Submodules that `fully_shard` manages are left to it, the module itself is not.
+    `parts`: submodules replicated before. Submodules managed by `fully_shard` are allowed; the module itself is not.
     """
     inside = {below for part in parts for below in part.modules()}
     names: dict[torch.Tensor, list[tuple[bool, str]]] = {}
@@ -192,8 +191,8 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: C
 
 
 def check(target: Selection, device: torch.device | None, *, copies_buffers: bool, needs_values: bool = True) -> None:
-    """Refuse what cannot be replicated, by name; with `needs_values` the meta device and fake tensors, too. `device`:
-    where the user says that the parameters are."""
+    """Raise for tensors that cannot be replicated; with `needs_values`, also for lazy, meta and fake ones. `device`:
+    the `device_id` of the call, which must be the device of all parameters."""
     if not target.trainable:
         raise UnsupportedModuleError(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
@@ -235,13 +234,13 @@ def _cannot_be_copied(tensor: torch.Tensor) -> str:
 
 def _cannot_be_reduced(parameter: torch.Tensor, *, fake_allowed: bool) -> str:
     plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
-    if autograd.is_fake(parameter):  # A parameter of a fake mode is one of torch's parameters too.
+    if autograd.is_fake(parameter):  # a fake parameter is also an nn.Parameter
         plain = fake_allowed
     if not (plain or is_dtensor(parameter)):
         return f"is a {type(parameter.data).__name__}; only plain tensors and DTensors are supported"
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return f"is {parameter.dtype}; gradients of floating and complex dtypes are supported"
-    # None: torch takes gradients of any dtype as they come.
+    # None: torch accepts gradients of any dtype.
     grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
     if grad_dtype != parameter.dtype:
         return (
@@ -262,10 +261,10 @@ def _cannot_be_reduced(parameter: torch.Tensor, *, fake_allowed: bool) -> str:
 
 
 def check_dtensors(target: Selection, group: dist.ProcessGroup) -> None:
-    """Refuse DTensors that lie on ranks the module is replicated over, or that are sums of their parts, or complex.
+    """Raise for DTensors that are sharded over several ranks of the group, Partial, or complex.
 
-    A parameter stays the DTensor that it is. Each rank reduces the part of a gradient that it holds, with the ranks
-    that hold the same part: the group of `replicate` has to be the other dimension of the mesh.
+    Parameters remain DTensors. Each rank reduces its local tensor of a gradient with the ranks that hold the same
+    shard: the group of `replicate` must be another dimension of the mesh.
     """
     replicated = set(dist.get_process_group_ranks(group))
     tensors: dict[str, Any] = target.parameters | target.buffers
@@ -289,7 +288,7 @@ def check_dtensors(target: Selection, group: dist.ProcessGroup) -> None:
 
 
 def refuse_dtensors(module: nn.Module, what: str) -> None:
-    """Refuse a module with DTensor parameters, naming the first, with what does not support them."""
+    """Raise ConfigError if the module has DTensor parameters. `what`: the feature that does not support them."""
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise ConfigError(
@@ -298,11 +297,11 @@ def refuse_dtensors(module: nn.Module, what: str) -> None:
             )
 
 
-# --- where buckets end ------------------------------------------------------------------------------------------
+# --- bucket policy ----------------------------------------------------------------------------------------------
 
 
 def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module]) -> frozenset[str]:
-    """The modules that a policy names, by fully qualified name. torch's policies are not asked about `left_alone`."""
+    """Return the fully qualified names of the modules that a policy selects. torch's policies skip `left_alone`."""
     kinds = tuple(policy) if isinstance(policy, Collection) else ()
     units: Mapping[nn.Module, Mapping[str, Any]] | None
     if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):

@@ -34,7 +34,7 @@ MOST_ROUNDS: Final = 8  # over all batches; each size that torch makes dynamic n
 
 @dataclass(frozen=True, slots=True)
 class WarmupRecord:
-    """Counts of what a warm-up compiled on this rank, in `backwards` backwards.
+    """Counts of a warm-up's compilations on this rank, in `backwards` backwards.
 
     `captures` counts compiled-autograd graphs; `graphs` counts the graphs, forward and backward, that Dynamo passed to
     a compiler. `settled`: the last round over all batches compiled nothing.
@@ -62,7 +62,7 @@ def warmup(
     are done. The logger `dp_compile.warmup` writes a line at INFO for each backward that compiled something.
 
     Args:
-        module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are included.
+        module: the replicated module, or the result of `torch.compile` for it. Its replicated parts are included.
         batches: an example of each shape, the same number on every rank. Two values of a size make it dynamic.
         loss: computes the loss of a batch exactly as the training loop does, autocast included:
             `lambda batch: loss_fn(compiled(batch.x), batch.y)`. A different loss has a different backward, which then
@@ -82,10 +82,10 @@ def warmup(
     replica, examples = replica_of(module), list(batches)
     replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(inner_module(module)))]))
     for each in replicas:
-        each.wait_for_updates()  # now: the warm-up restores the counters to their values from here on
+        each.wait_for_updates()  # before the counters are saved, which the warm-up restores
     require(bool(examples), "batches", "at least one batch", examples)
-    # (reduces, accumulates into the previous backward's gradients). Reduced gradients are views of one bucket, local
-    # ones have separate storage, and the code that accumulates into them differs.
+    # (reduces, accumulates into the previous backward's gradients). Accumulation compiles twice: reduced gradients are
+    # views of one bucket, local ones have separate storage.
     kinds = [(True, False), (True, True)] if gradients_kept else [(True, False)]
     kinds += [(False, False), (True, True)] if accumulation else []
     check_consistent_in_call(replica, {"batches": len(examples), "backwards": kinds}, "warmup()")
@@ -99,11 +99,11 @@ def warmup(
                 for each in replicas:
                     for parameter in () if kept else each.parameters:
                         parameter.grad = None
-                    # High enough for a plan that needs a second backward, too low for one that needs measurements.
+                    # 1 is enough for a plan that needs a second backward, and too low for one that needs measurements.
                     each.history.synced_backwards = min(each.history.synced_backwards, 1)
                 with contextlib.nullcontext() if synced else no_sync(module):
                     value = loss(batch)
-                    # Check before the backward: nothing is reduced yet, and no other guard has reported another cause.
+                    # Check before the backward: nothing is reduced yet, and no guard has raised a less specific error.
                     if changed := [name for name, version in _versions(module).items() if versions[name] != version]:
                         raise ConfigError(
                             f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no "
