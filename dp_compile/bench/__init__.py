@@ -1,1 +1,1 @@
-"""What data-parallel training costs, measured side by side: workloads x modes x links, in one run."""
+"""Benchmark of data-parallel training: workloads x modes x networks, in one run."""

@@ -1,4 +1,4 @@
-"""The contract between the parts of the benchmark: a workload, and a mode that trains it."""
+"""Interfaces of the benchmark: a workload, and a mode that trains it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dp_compile.errors import ConfigError, require
 
 Batch = tuple[torch.Tensor, ...]
 
-SEED: Final = 20_261  # of the weights with which every mode starts
-# Large, so that rounding of the parameters hardly changes a gradient that is computed from their difference.
+SEED: Final = 20_261  # of the initial weights, equal in every mode
+# Large: gradients are computed from differences of parameters, and rounding of these must have little effect.
 PROBE_LR: Final = 64.0
 
 
 class Rule(NamedTuple):
-    """What makes an optimizer of parameters, and options with which a step is plain.
+    """An optimizer factory, and `plain`: options for a plain step.
 
-    A plain step moves parameters by `PROBE_LR` times their gradient, to a part in 1e4 of it.
+    A plain step changes parameters by `PROBE_LR` times their gradient, with a relative error up to 1e-4.
     """
 
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 SGD: Final = Rule(partial(torch.optim.SGD, momentum=0.9), {"lr": PROBE_LR, "momentum": 0.0})
-# AdamW adds `eps` to the root of the mean square, which is at most about 1 here and so does not count.
+# AdamW adds `eps` to the root of the mean square, which is at most about 1 here and therefore negligible.
 _PLAIN_ADAMW: Final = {"lr": PROBE_LR * 1e4, "eps": 1e4, "betas": (0.0, 0.0), "weight_decay": 0.0}
 ADAMW: Final = Rule(partial(torch.optim.AdamW, fused=True), _PLAIN_ADAMW)
 
@@ -41,10 +41,10 @@ ADAMW: Final = Rule(partial(torch.optim.AdamW, fused=True), _PLAIN_ADAMW)
 class Workload:
     """A model, its batches and its loss.
 
-    `build` makes the model on CPU, in float32; the same weights after the same `torch.manual_seed`. `batch`: of a rank,
-    from a generator that the caller has seeded for that rank. `loss` calls the model, or what a mode made of it, on a
-    batch; a scalar. `tolerance`: the largest error of a gradient (`workers.compare`). Kernels with another order of
-    summation mostly stay far below 0.01; a gradient that was not averaged is 0.1 to above 1.
+    `build` returns the model on CPU in float32, with equal weights for equal `torch.manual_seed`. `batch` draws a
+    rank's batch from a generator that the caller has seeded for the rank. `loss` returns the scalar loss of a call of
+    the model (or a mode's wrapper) on a batch. `tolerance`: the largest allowed error of a gradient
+    (`workers.compare`). Other orders of summation mostly cause errors far below 0.01, a missing average 0.1 to above 1.
     """
 
     name: str
@@ -59,33 +59,33 @@ class Workload:
 class Trainer:
     """One rank of a mode, ready to train.
 
-    A trainer `defers` if communication that a step launches overlaps the next step. Its timed steps follow an untimed
-    one, so that they share the network with the communication of their predecessor, as in training; and `wait` keeps it
-    out of the turns of other modes.
+    `defers`: communication that a step launches overlaps the next step. An untimed step then precedes the timed ones,
+    so each of them shares the network with its predecessor's communication, as in training. `wait` keeps this
+    communication out of the turns of other modes.
     """
 
     defers = False
 
     def step(self, batch: Batch) -> None:
-        """Forward, backward, reductions, optimizer, `zero_grad(set_to_none=True)`. On a GPU only enqueued."""
+        """Run forward, backward, reductions, optimizer, `zero_grad(set_to_none=True)`. On a GPU, enqueue them only."""
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The reduced gradients of a batch by the workload's parameter names; parameters stay as they are."""
+        """Return a batch's reduced gradients by the workload's parameter names. Parameters do not change."""
         return {}
 
     def wait(self) -> None:
         """Wait for the communication in flight."""
 
     def counts(self) -> Mapping[str, int]:
-        """Counts of one backward that are equal in every run of the same code; a larger one is a regression."""
+        """Return counts of one backward that are equal in every run of the same code. A higher one is a regression."""
         return {}
 
 
 class Mode(NamedTuple):
-    """A way to train data parallel, or a bound (`is_bound`): gradients of a bound are not compared.
+    """A method of data-parallel training, or a bound (`is_bound`), whose gradients are not compared.
 
-    `prepare` builds a workload's model and what reduces its gradients; the default process group exists. If it has an
-    argument `cap_mb`, that can be given in the mode's name.
+    `prepare` returns the trainer of a workload in an initialised default process group. The mode's name can set its
+    argument `cap_mb`, if it has one.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Mode(NamedTuple):
 
 
 def imported(name: str, kind: type[Any]) -> Any:
-    """The result of calling a user's function, named `package.module:function`; it has to be a `kind`."""
+    """Call a user's function `package.module:function` and return its result, which must be a `kind`."""
     module, _, function = name.rpartition(":")
     try:
         found = getattr(importlib.import_module(module), function)()

@@ -1,4 +1,4 @@
-"""Ways to train data parallel: this package's, its peers', and the bounds for both."""
+"""Modes of data-parallel training: this package's, its peers', and bounds for both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dp_compile.optim import in_backward, synchronize
 from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.words import BYTES_PER_MB
 
-# What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
+# torchtitan's settings for automatic bucketing in SimpleFSDP (torchtitan/experiments/simple_fsdp/backend.py).
 OVERLAPPED: Final[dict[str, Any]] = {
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
     "aten_distributed_optimizations.collective_bucketing": True,
@@ -42,16 +42,16 @@ _FUSED: Final[dict[str, Any]] = {"_fuse_ddp_communication_passes": ["fuse_ddp_wi
 
 
 def device() -> torch.device:
-    """This process's accelerator if the default process group works on it, else the CPU.
+    """Return this process's accelerator if the default process group works on it, else the CPU.
 
-    gloo takes tensors of a GPU too, by way of the CPU; a suite that asks for gloo does not want that timed.
+    For gloo it is the CPU: gloo accepts GPU tensors too, but copies them through the CPU.
     """
     kind = distributed.working_device(None) if dist.is_initialized() else "cpu"
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
 
 def build(workload: Workload) -> nn.Module:
-    """The workload's model with the same weights in every mode and rank, on the device, in training mode."""
+    """Return the workload's model in training mode on the device, with equal weights in every mode and rank."""
     torch.manual_seed(SEED)
     return workload.build().to(device()).train()
 
@@ -61,9 +61,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Loop(Trainer):
-    """Forward, backward, the workload's optimizer, gradients set to `None`.
+    """Training loop: forward, backward, the workload's optimizer, gradients set to `None`.
 
-    `wrap` makes of the workload's model what the forward calls. `backward` computes the reduced gradients of a loss.
+    `wrap` returns the callable of the forward for the model. `backward` computes the reduced gradients of a loss.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Loop(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """From the parameters before and after one plain step, which is taken back: some modes keep no gradients."""
+        """Compute them from one plain step's parameter change, then undo the step: some modes keep no gradients."""
         before = {name: each.detach().clone() for name, each in trainable(self.model).items()}
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         for group, _ in groups:
@@ -105,10 +105,10 @@ class Loop(Trainer):
 def ours(
     workload: Workload, updates: str = "", shard: bool = False, cap_mb: float | None = None, backend: str = "inductor"
 ) -> Trainer:
-    """`torch.compile(dp_compile.replicate(model))`, as the README has it.
+    """`torch.compile(dp_compile.replicate(model))`, as in the README.
 
-    `updates`: `""` by the optimizer after the backward, `"backward"` by `in_backward`, `"forward"` the same with
-    `overlap_forward=True`. With `shard` each rank updates a part, clipped by the norm of all gradients.
+    `updates`: `""`: in `optimizer.step()`; `"backward"`: by `in_backward`; `"forward"`: by `in_backward` with
+    `overlap_forward=True`. `shard`: each rank updates a shard, with clipping by the norm of all gradients.
     """
     defers = updates == "forward"
 
@@ -119,7 +119,7 @@ def ours(
     loop = _Replicated(workload, wrap)
     loop.defers = defers
     if updates:
-        max_norm = 1e9 if shard else None  # never reached: the cost of clipping, and the same gradients
+        max_norm = 1e9 if shard else None  # never reached: adds the cost of clipping without changing gradients
         in_backward(loop.model, loop.optimizer, max_norm, overlap_forward=defers, shard=shard)
     return loop
 
@@ -134,12 +134,12 @@ class _Replicated(Loop):
             return {}
         last = report.captures[-1]
         counts = {"graphs": len(report.captures), "collectives": last.collectives, "bytes": report.plan.nbytes}
-        if not last.cached:  # placements of gradients are not known of code from a cache
+        if not last.cached:  # code from a cache has no placements
             counts["copied bytes"] = sum(each.nbytes for each in last.placements if each.is_copied)
         return counts
 
 
-# --- torch's ways, and `decent_dp` from PyPI ------------------------------------------------------------------------
+# --- torch's modes, and `decent_dp` from PyPI -----------------------------------------------------------------------
 
 
 def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedDataParallel:
@@ -148,19 +148,19 @@ def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedD
 
 
 def ddp(workload: Workload, cap_mb: float | None = None) -> Trainer:
-    """`DistributedDataParallel` with torch's default buckets or those of `cap_mb`."""
+    """`DistributedDataParallel` with buckets of `cap_mb`, by default torch's."""
     return Loop(workload, lambda model: wrap(model, cap_mb))
 
 
 def ddp_compiled(workload: Workload, cap_mb: float | None = None, backend: str = "inductor") -> Trainer:
-    """`torch.compile` of it; `DDPOptimizer` breaks the graph where buckets end."""
+    """`torch.compile` of `DistributedDataParallel`. `DDPOptimizer` breaks the graph at bucket boundaries."""
     dynamo.config.optimize_ddp = "ddp_optimizer"
     return Loop(workload, lambda model: torch.compile(wrap(model, cap_mb), backend=backend))
 
 
 def python_reducer(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: str = "inductor") -> Trainer:
-    """torch's experimental reducer in its place: hooks that compiled autograd traces, fused by Inductor's `ddp_fusion`
-    and followed by its pass that delays waits."""
+    """torch's experimental Python reducer: compiled autograd traces its hooks, then Inductor's `ddp_fusion` fuses the
+    all-reduces and a pass delays their waits."""
     dynamo.config.optimize_ddp = "python_reducer"
     inductor.config.load_config(_FUSED)
 
@@ -172,11 +172,11 @@ def python_reducer(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: 
 
 
 def functional(workload: Workload, backend: str = "inductor") -> Trainer:
-    """`torch.compile` of a model whose parameters reduce their gradient in their own backward: one graph with all.
+    """`torch.compile` of a model with all-reduces in the backward of its parameters: one graph contains everything.
 
-    SimpleFSDP's data parallelism with `mode="replicate"` (arXiv 2411.00284) on plain tensors: each parameter passes
-    through a function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the
-    overlap on a GPU; on a CPU, where that fails because it asks Triton for bandwidths (torch 2.13), it makes buckets.
+    This is SimpleFSDP's `mode="replicate"` (arXiv 2411.00284) on plain tensors. Each parameter passes through a
+    function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the overlap on a
+    GPU. On a CPU that fails, because it queries Triton for bandwidths (torch 2.13): there it only buckets.
     """
     inductor.config.load_config(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
     return Loop(workload, lambda model: torch.compile(_ReducedInBackward(model), backend=backend, fullgraph=True))
@@ -205,7 +205,7 @@ class _ReducedInBackward(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """A view of a parameter; its gradient is averaged."""
+    """Returns a view of a parameter. Its backward averages the gradient over the group."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, *constants: Any) -> torch.Tensor:
@@ -222,9 +222,9 @@ class _Reduced(torch.autograd.Function):
 def decent_dp(workload: Workload) -> Trainer:
     """`decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager and with 25 MB buckets.
 
-    Each rank takes a local step and averages parameters with its neighbours during the next one. That is another
-    algorithm: only the average over all ranks after the first step is that of DDP. So its `gradients` follow from that
-    average, after one plain step of a copy of the model.
+    Each rank takes a local step and averages parameters with its neighbours during the next one. This algorithm equals
+    DDP only in the average over all ranks after the first step. So its `gradients` are computed from that average,
+    after one plain step of a copy of the model.
     """
     is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
     require(not is_alone, "mode 'decent_dp'", "on 2 real ranks or more: it averages with neighbours", "one")
@@ -233,7 +233,7 @@ def decent_dp(workload: Workload) -> Trainer:
 
 
 class _Neighbours(Trainer):
-    """The trainer: the optimizer runs in hooks of the backward, a bucket at a time."""
+    """The trainer of `decent_dp`. The optimizer runs in hooks of the backward, per bucket."""
 
     defers = True
 
@@ -272,16 +272,16 @@ class _Neighbours(Trainer):
 
 
 def compute(workload: Workload, backend: str = "inductor") -> Trainer:
-    """Plain `torch.compile`, for one rank the reference of every mode."""
+    """`torch.compile` without communication: on one rank the reference for every mode."""
     return Loop(workload, lambda model: torch.compile(model, backend=backend))
 
 
 class _AllReduces(Trainer):
-    """All-reduces of as many bytes as the gradients of a model have, in buffers of `cap_mb`, issued at once."""
+    """All-reduces of as many bytes as a model's gradients, in buffers of `cap_mb`, all launched at the start."""
 
     def __init__(self, model: nn.Module, cap_mb: float) -> None:
         count = sum(each.nbytes for each in trainable(model).values()) // 4
-        zeros = torch.zeros(count, device=device())  # whose sums are zeros, too
+        zeros = torch.zeros(count, device=device())  # their sums stay zero
         self._buffers = zeros.split(max(1, int(cap_mb * BYTES_PER_MB) // 4))
 
     def around(self, compute: Callable[[], None]) -> None:
@@ -296,15 +296,14 @@ class _AllReduces(Trainer):
 
 
 def comm(workload: Workload, cap_mb: float = DEFAULT_CAP_MB) -> Trainer:
-    """These all-reduces; no model."""
+    """The all-reduces of `_AllReduces`, without compute."""
     return _AllReduces(build(workload), cap_mb)
 
 
 def oracle(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: str = "inductor") -> Trainer:
-    """Compiled forward, these all-reduces, compiled backward, wait, optimizer.
+    """Compiled forward, launch of the all-reduces, compiled backward, wait, optimizer.
 
-    No schedule of the backward can start its all-reduces earlier. Processor time of communication, and of a backward
-    concurrent with it, is included.
+    No schedule can launch all-reduces earlier. The CPU time of communication concurrent with the backward is included.
     """
     loop = Loop(workload, lambda model: torch.compile(model, backend=backend), lambda loss: around(loss.backward))
     around = _AllReduces(loop.model, cap_mb).around
@@ -332,7 +331,7 @@ MODES: Final[Mapping[str, Mode]] = {each.name: each for each in _ALL}
 
 
 def mode(name: str) -> Mode:
-    """One of `MODES`, with another bucket cap in MiB as `NAME:MIB`; or a user's, `package.module:function`."""
+    """Return a mode of `MODES` (`NAME:MIB` for another bucket cap), or a user's by `package.module:function`."""
     base, _, argument = name.rpartition(":")
     if name in MODES:
         return MODES[name]

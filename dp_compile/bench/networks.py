@@ -1,8 +1,8 @@
-"""Networks between the ranks of a benchmark: loopback, one with a limited rate, and a simulated one.
+"""Networks between the ranks of a benchmark: loopback, rate-limited, and simulated.
 
-On loopback the network is a copy by the same cores that compute, so hiding it gains nothing. On a shaped network
-waiting costs no processor time, as between machines: two ranks run in network namespaces that a veth pair joins, and
-tc-tbf(8) limits what leaves each. On the simulated one a process stands for one of many (`simulated_group`).
+On loopback the cores that compute also copy the data, so overlap gains nothing. On a shaped network waiting costs no
+CPU time, as between machines: two ranks run in network namespaces connected by a veth pair, and tc-tbf(8) limits their
+send rate. On a simulated network one process acts as one of many ranks (`simulated_group`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost, check_number
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
-_KEYS: Final[Mapping[str, tuple[str, ...]]] = {  # by kind the keys that a network has: one of these lists
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {  # the allowed lists of keys, by kind
     "loopback": ("",),
     "shaped": ("rate_mbit", "comm_over_compute"),
     "simulated": ("rate_mbit, ranks, latency_us",),
 }
-_LAUNCH_S: Final = 8.4e-6  # of a collective, however many hops it takes: NCCL's tuning table, protocol `Simple`
-_BURST_KIB: Final = 128  # one packet of 64 KiB that the sender's kernel has not segmented; tbf segments larger ones
+_LAUNCH_S: Final = 8.4e-6  # of a collective with any number of hops: NCCL's tuning table, protocol `Simple`
+_BURST_KIB: Final = 128  # room for one unsegmented packet of 64 KiB; tbf segments larger packets
 _QUEUE_MIB: Final = 8
-_MTU: Final = 65535  # the largest: fewer packets, less processor time for the same bytes
+_MTU: Final = 65535  # the maximum: fewer packets need less CPU time
 _PREFIX: Final = "dpbench"
-_SYSTEM_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin"  # where `ip` and `tc` are, and often not on a user's PATH
-_NEW_LINK: Final = {LINK_VARIABLE: "measured"}  # another rate is another link: none is remembered
+_SYSTEM_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin"  # has `ip` and `tc`, but is often not on a user's PATH
+_NEW_LINK: Final = {LINK_VARIABLE: "measured"}  # no cached cost: each rate is another link
 _SETTINGS: Final = {
-    # bbr paces itself with timers, and cubic is refused inside a namespace.
+    # Not bbr, which paces with timers. A namespace does not allow cubic.
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",
     "ipv6/conf/all/disable_ipv6": "1",
@@ -45,17 +45,16 @@ _SETTINGS: Final = {
 
 
 class NetworkError(DPCompileError):
-    """This network cannot be made on this machine. The text gives the reason."""
+    """This network cannot be created on this machine. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network as a suite asks for it.
+    """A network as specified by a suite.
 
-    `rate_mbit`: 1e6 bits per second that leave a rank. `comm_over_compute`: in place of the rate, the time of all
-    gradients in one all-reduce over that of the workload's compiled step without communication (mode `compute`).
-    Latency is not included; a run measures it. `ranks`: of the simulated group, and `latency_us` of one hop of
-    its ring.
+    `rate_mbit`: send rate of a rank in 1e6 bits per second. `comm_over_compute`: alternative to the rate: the time of
+    one all-reduce of all gradients, without latency, divided by that of the workload's compiled step without
+    communication (mode `compute`). `ranks`: size of the simulated group. `latency_us`: latency of a hop of its ring.
     """
 
     kind: str
@@ -83,16 +82,16 @@ class Network:
 
     @property
     def cost(self) -> AllReduceCost:
-        """Of a ring all-reduce over the simulated group, in which each rank sends 2 (n-1)/n of the bytes."""
-        ranks, latency_us, rate_mbit = self.ranks or 0, self.latency_us or 0.0, self.rate_mbit or 0.0  # a simulated one
+        """The cost of a ring all-reduce over the simulated group, in which each rank sends 2 (n-1)/n of the bytes."""
+        ranks, latency_us, rate_mbit = self.ranks or 0, self.latency_us or 0.0, self.rate_mbit or 0.0
         hops = 2 * (ranks - 1)
         return AllReduceCost(_LAUNCH_S + hops * latency_us * 1e-6, hops / ranks * 8e-6 / rate_mbit)
 
 
 class Placement(NamedTuple):
-    """How to start the ranks of one cell. `spaces`: the network namespace of each process, or empty.
+    """Start parameters for the ranks of one cell. `spaces`: the network namespace of each process, or empty.
 
-    `group_ranks`: ranks of the process group if most of them are simulated.
+    `group_ranks`: size of the process group if it is simulated.
     """
 
     backend: str
@@ -104,12 +103,12 @@ class Placement(NamedTuple):
 
 @contextmanager
 def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None) -> Iterator[Placement]:
-    """Make a network for so many ranks, or raise `NetworkError`; remove it at the end. `rate_mbit`: if it has none."""
+    """Create a network, and remove it on exit. `rate_mbit`: overrides the network's. Raises `NetworkError`."""
     if network.kind == "loopback":
         yield Placement("gloo", ranks, {"GLOO_SOCKET_IFNAME": "lo", **_NEW_LINK})
         return
     if network.kind == "simulated":
-        # The barrier of `init_process_group` would wait in the store for ranks that do not exist.
+        # The barrier of `init_process_group` would wait for simulated ranks in the store.
         environment = {**simulated_group.environment(network.cost), "TORCH_DIST_INIT_BARRIER": "0"}
         yield Placement(FABRIC.name, 1, environment, group_ranks=network.ranks)
         return
@@ -124,7 +123,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
     for reason, applies in obstacles.items():
         if applies:
             raise NetworkError(reason)
-    for line in _run("ip netns list").splitlines():  # of runs that were killed
+    for line in _run("ip netns list").splitlines():  # remove namespaces of killed runs
         match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", line.split()[0])
         if match and not os.path.exists(f"/proc/{match[1]}"):
             _run(f"ip netns del {match[0]}")
@@ -147,7 +146,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
 
 
 def enter(space: str) -> None:
-    """Move this thread, and those that it starts, into a network namespace (`CLONE_NEWNET`)."""
+    """Move this thread and its later child threads into a network namespace (`CLONE_NEWNET`)."""
     with open(f"/run/netns/{space}") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), 0x40000000) != 0:

@@ -1,4 +1,4 @@
-"""Results of a run: as data, as a JSON file, as ratios with their noise, as Markdown; and two runs compared."""
+"""Results of a run: data, JSON file, ratios with noise, Markdown, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dp_compile.errors import ConfigError, require
 from dp_compile.plan.words import WIDTH, count, format_bytes, table
 
 VERSION: Final = 6
-MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")  # of `environment`, what two runs must have in common
-FALSE_ALARMS: Final = 0.01  # probability of a regression in two runs of the same code, if turns show all of the noise
-TOO_NOISY: Final = 0.25  # with a wider noise band, `same` would be a claim without evidence
-# Two starts of the same code differ (memory layout, order of compilation), which turns of one start cannot show:
-# Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. Smaller changes are no regression.
+MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")  # keys of `environment` that two runs must share
+FALSE_ALARMS: Final = 0.01  # probability of a false regression in two runs of the same code, if turns show all noise
+TOO_NOISY: Final = 0.25  # a wider noise band is `unclear` instead of `same`
+# Smaller changes are no regression. Starts of the same code differ by memory layout and order of compilation, and turns
+# of one start do not show this (Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013).
 TOLERANCE: Final = 0.03
 REGRESSIONS: Final = ("slower", "lost", "more")
 _SETTINGS: Final = ("reference", "ranks", "steps_per_turn", "caches")
@@ -39,11 +39,11 @@ _OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode in one cell. `reason`: why it failed; empty if it is measured.
+    """One mode in one cell. `reason`: the cause of its failure, empty if it was measured.
 
-    `step_s`: seconds of a step, by turn; of the slowest rank. `starts_s`: seconds until each start was warm: building,
-    first gradients, warm-up. `peak_nbytes`: resident set of a rank's process since the warm-up, or the allocator's peak
-    on an accelerator. `counts`: of one backward, see `contract.Trainer`.
+    `step_s`: seconds per step of the slowest rank, by turn. `starts_s`: seconds until warm, by start: build, first
+    gradients, warm-up. `peak_nbytes`: peak since the warm-up, of a rank's resident set or of its accelerator's
+    allocator. `counts`: of one backward, see `contract.Trainer`.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A workload over a network. `skipped`: why nothing was measured, or empty.
+    """A workload over a network. `skipped`: the reason if nothing was measured, otherwise empty.
 
-    `compute_s`: seconds of the workload's step in mode `compute`; 0 if no rate depends on it. `alpha_us`, `mb_per_s`:
-    latency of an all-reduce, and 1e6 bytes of it per second besides (`dp_compile.calibrate`); 0 for one rank.
+    `compute_s`: seconds per step in mode `compute`; 0 if no rate depends on it. `alpha_us`, `mb_per_s`: latency of an
+    all-reduce, and its rate in 1e6 bytes per second without latency (`dp_compile.calibrate`); 0 for one rank.
     """
 
     workload: str
@@ -79,7 +79,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run, or the cells that it finished before it was interrupted."""
+    """A run, possibly interrupted: the completed cells."""
 
     suite: Suite
     environment: Mapping[str, str]
@@ -88,10 +88,10 @@ class Results:
 
 
 def environment() -> dict[str, str]:
-    """What a figure depends on, besides the code that is measured.
+    """Return the facts that measurements depend on, besides the measured code.
 
-    `malloc`: its settings in the environment, or a preloaded one; page faults are a part of a step. `commit`: of the
-    checkout, `-dirty` if files differ from it; without a checkout the version.
+    `malloc`: its environment variables, also for a preloaded one, because page faults are a part of a step. `commit`:
+    of the checkout, with `-dirty` if files differ from it; the version if there is no checkout.
     """
     cpus = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
@@ -111,7 +111,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """What `save` wrote in this version."""
+    """Read the file of `save`. Raises `ConfigError` if it is of another version or no result."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
@@ -135,15 +135,15 @@ class Ratio(NamedTuple):
     log_error: float
 
     def __str__(self) -> str:
-        """With half of an interval that covers about 95 %."""
+        """Format with the half-width of an interval of about 95 %."""
         return f"{self.value:.3f} +-{self.value * 1.96 * self.log_error:.3f}"
 
 
 def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
-    """The median of the ratios of turns: a slowness that both share is not noise of the ratio.
+    """Return the median of the ratios of turns: a slowdown of both in a turn is not noise of the ratio.
 
-    The standard error is that of a median of normal values, sqrt(pi / 2) sigma / sqrt(n), with the interquartile range
-    of the logarithms, 1.349 sigma, which does not depend on single outliers.
+    The standard error is that of a median of normal values, sqrt(pi / 2) sigma / sqrt(n). sigma is the interquartile
+    range of the logarithms divided by 1.349, which is robust to single outliers.
     """
     logs = [math.log(own / other) for own, other in zip(times, reference, strict=False)]
     low, middle, high = statistics.quantiles(logs, n=4) if len(logs) > 1 else logs * 3
@@ -151,7 +151,7 @@ def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
 
 
 def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
-    """Of every measured mode to the reference, by mode and `step`, with three starts or more also `until warm`."""
+    """Return each measured mode's ratio to the reference, by mode and `step`; from three starts, also `until warm`."""
     measured, found = cell.measured(), {}
     if reference not in measured:
         return {}
@@ -164,13 +164,13 @@ def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
 
 
 def failures(results: Results) -> list[str]:
-    """One line for each mode that failed."""
+    """Return one line for each failed mode."""
     failed = [(cell, mode) for cell in results.cells for mode in cell.modes if mode.reason]
     return [f"{mode.name} over {at.network}, {at.workload}: {mode.reason.splitlines()[0]}" for at, mode in failed]
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Of the Markdown page."""
+    """Yield the lines of the Markdown page."""
     suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
     fastest = Counter(name for name in map(_fastest, cells) if name)
     found = ", ".join(f"`{name}` in {number} of {len(cells)}" for name, number in fastest.most_common())
@@ -199,7 +199,7 @@ def lines(results: Results) -> Iterator[str]:
 
 
 def _fastest(cell: Cell) -> str:
-    """The mode with the shortest step, if the next one takes longer beyond noise."""
+    """Return the mode with the shortest step, empty if the second is not slower beyond noise."""
     modes = {name: each.step_s for name, each in cell.measured().items() if not each.is_bound}
     first, *others = sorted(modes, key=lambda name: statistics.median(modes[name])) or [""]
     over = [ratio(modes[name], modes[first]) for name in others[:1]]
@@ -220,11 +220,11 @@ def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
 
 
 def compare(baseline: Results, new: Results) -> tuple[str, int]:
-    """The verdict with a table for each cell, and the number of regressions. Bounds are not compared.
+    """Return the verdict with a table for each cell, and the number of regressions. Bounds are not compared.
 
-    A change of a ratio to the reference counts when it is larger than `TOLERANCE` and than the noise band: the normal
-    quantile of one-sided error `FALSE_ALARMS` over the number of comparisons (Bonferroni), times the standard error.
-    Counts have no noise: one more is a regression. Another machine, other settings, or nothing in common is an error.
+    A changed ratio to the reference counts if the change exceeds `TOLERANCE` and the noise band. The band is the
+    standard error times the normal quantile of one-sided error `FALSE_ALARMS` / number of comparisons (Bonferroni).
+    Counts have no noise: any increase is a regression. Raises if machines, settings or cells differ, or no mode is common.
     """
     old, here = (
         {name: each.environment[name] for name in MACHINE}
@@ -257,7 +257,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
 
 
 def _times(old: Cell, new: Cell, reference: str) -> Iterator[tuple[str, str, Ratio, Ratio | None, str]]:
-    """A mode and what was timed, the ratios of both runs; `None` with a reason where the new run has none."""
+    """Yield mode, timed quantity, the ratios of both runs and a reason if the new one is missing (`None`)."""
     after = ratios(new, reference)
     for (name, what), value in ratios(old, reference).items():
         if not old.measured()[name].is_bound:

@@ -1,4 +1,4 @@
-"""Measure a suite: one process per rank and mode, the modes in turns, the slowest rank counts."""
+"""Measurement of a suite: one process per rank and mode, modes in turns, times of the slowest rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Runner:
     scratch: Path
 
     def probe(self, name: str) -> Cell:
-        """A cell without a network: gradients are written, and compute is timed on all ranks at the same time."""
+        """Write the expected gradients, time compute on all ranks concurrently, and return a cell without network."""
         say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:
@@ -65,7 +65,7 @@ class Runner:
             return cell
         where = f"{cell.workload}, {network.name}"
         rate_mbit = network.rate_mbit
-        if network.comm_over_compute is not None:  # of two ranks, each of which sends as much as there is
+        if network.comm_over_compute is not None:  # in an all-reduce of two ranks, each sends all bytes once
             rate_mbit = 8e-6 * cell.gradient_nbytes / (network.comm_over_compute * cell.compute_s)
         try:
             with open_network(network, ranks=self.suite.ranks, rate_mbit=rate_mbit) as place:
@@ -78,10 +78,10 @@ class Runner:
         return replace(cell, rate_mbit=rate_mbit, alpha_us=alpha_us, mb_per_s=mb_per_s, modes=modes)
 
     def _modes(self, name: str, place: Placement, where: str) -> tuple[ModeResult, ...]:
-        """Start every mode as often as the suite asks for, then time those of the last start."""
+        """Start every mode `suite.starts` times, then time the processes of the last start."""
         found = {each: ModeResult(each) for each in self.suite.modes}
         running: dict[str, Ranks] = {}
-        starts = self.suite.starts + (self.suite.caches == WARM)  # that one fills the cache
+        starts = self.suite.starts + (self.suite.caches == WARM)  # an additional start fills the cache
         with ExitStack() as stack:
             for number in range(starts):
                 for each in [each for each in found if not found[each].reason]:
@@ -96,13 +96,13 @@ class Runner:
         return tuple(replace(each, starts_s=each.starts_s[last:]) for each in found.values())
 
     def _start(self, ranks: Ranks, name: str, result: ModeResult) -> ModeResult:
-        """Build the mode on the ranks, compare its gradients, warm it up."""
+        """Build the mode on the ranks, compare its gradients and warm it up."""
         try:
             made = mode(result.name)
             expected = "" if made.is_bound else self._file(f"gradients {name}.pt")
             given = name, result.name, expected, self.suite.warmup_steps
             answers = ranks.run(start, *given, timeout_s=START_TIMEOUT_S)
-        except Exception as error:  # of the mode's code too: other modes go on
+        except Exception as error:  # any error of this mode: the other modes continue
             return replace(result, reason=_cause(error))
         allowed = workload(name).tolerance
         for _, off, parameter in answers:
@@ -113,7 +113,7 @@ class Runner:
         return replace(result, is_bound=made.is_bound, starts_s=starts_s)
 
     def _turns(self, running: Mapping[str, Ranks], found: Mapping[str, ModeResult]) -> dict[str, ModeResult]:
-        """A B C A B C ..., and at the end of each mode its peak of memory and its counts."""
+        """Run the modes in turns (A B C A B C ...), then read the memory peak and the counts of each."""
         results = {name: found[name] for name in running}
         for number in range(self.suite.repetitions + 1):
             for name, result in results.items():
@@ -131,11 +131,11 @@ class Runner:
         return results
 
     def _turn(self, ranks: Ranks) -> float:
-        """Seconds a step of the slowest rank."""
+        """Return the seconds per step of the slowest rank."""
         return float(max(ranks.run(steps, self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
 
     def _cache(self, name: str, mode: str) -> dict[str, str]:
-        """Where compiled code of a start is kept; `shared`: where the machine keeps it."""
+        """Return the variable for the cache of compiled code, empty for `shared`: the machine's cache."""
         if self.suite.caches == COLD:
             return {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(prefix="cache_", dir=self.scratch)}
         kept = self._file(f"cache {name} {mode}")
@@ -150,7 +150,7 @@ def say(text: str) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """What happened in its first line. Of ranks the first that did not finish, then all that is known."""
+    """Return the error's text. For a `RankError`: the line of the first rank that did not finish, then all lines."""
     if not isinstance(error, RankError):
         return str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
     lines = str(error).splitlines()[1:]

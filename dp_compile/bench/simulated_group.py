@@ -1,12 +1,12 @@
-"""A simulated process group: this process is one of n ranks, and a collective takes as long as a formula gives.
+"""A simulated process group: this process is one of n ranks, and a formula gives the duration of collectives.
 
-    values     as if all n ranks held the same: a sum is n times the tensor, an average is the tensor
-    time       alpha + beta * bytes, one collective after the other, in the order in which they were issued
-    CPU        a thread sleeps until each deadline, so waiting costs next to no processor time
-    GPU        a kernel spins on a separate stream; `wait` makes only the current stream wait
+    values     as if all n ranks held equal tensors: a sum is n times the tensor, an average is the tensor
+    time       alpha + beta * bytes, one collective at a time, in launch order
+    CPU        a thread sleeps until each deadline, so waiting costs almost no CPU time
+    GPU        a kernel spins on a separate stream; `wait` blocks only the current stream
 
-Importing this module registers the backend `fabric` with torch. The environment (`VARIABLE`) gives its cost. The store
-is not used, because no other rank would answer there.
+Importing this module registers the backend `fabric` with torch. The environment variable `VARIABLE` sets its cost. The
+store is not used, because no other rank would answer there.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost
 
 VARIABLE: Final = "DP_COMPILE_FABRIC"
-_CALIBRATION_CYCLES: Final = 50_000_000  # some 25 ms, so that start and end of the kernel do not count
+_CALIBRATION_CYCLES: Final = 50_000_000  # about 25 ms: start and end of the kernel are negligible
 
 Tensors = Sequence[torch.Tensor]
 _T = TypeVar("_T")
 
 
 def environment(cost: AllReduceCost) -> dict[str, str]:
-    """Of a process whose groups have that cost."""
+    """Return the environment variables of a process whose groups have this cost."""
     return {VARIABLE: json.dumps(asdict(cost))}
 
 
 def hidden_from_dynamo(kind: type[_T]) -> type[_T]:
-    """Dynamo traces methods that C++ calls inside compiled code, and fails on those of a process group."""
+    """Disable Dynamo in all methods: it would trace those that C++ calls in compiled code, and fail."""
     for name, method in list(vars(kind).items()):
         if callable(method) and not name.startswith("__"):
             setattr(kind, name, torch.compiler.disable(method))
@@ -51,18 +51,18 @@ def hidden_from_dynamo(kind: type[_T]) -> type[_T]:
 
 @hidden_from_dynamo
 class SimulatedGroup(dist.ProcessGroup):
-    """The process group of one process. `cost` is that of an all-reduce; broadcast and all-gather take half of it."""
+    """The process group of one process. `cost`: of an all-reduce; broadcast and all-gather take half its time."""
 
     dp_compile_backend = FABRIC
 
     def __init__(self, rank: int, ranks: int, cost: AllReduceCost) -> None:
-        super().__init__(rank, ranks)  # type: ignore[call-arg]  # annotated is only the one with a store
+        super().__init__(rank, ranks)  # type: ignore[call-arg]  # torch annotates only the overload with a store
         self.cost = cost
         self._name = ""
         self._timer = TimerNetwork()
         self._streams: dict[torch.device, StreamNetwork] = {}
 
-    # torch's C++ calls these by name; a group without C++ backends does not store them.
+    # torch's C++ calls these by name. A group without C++ backends must implement them.
 
     def getBackendName(self) -> str:
         return FABRIC.name
@@ -85,7 +85,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._send(0.5, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Copies immediately: only code before the training gathers."""
+        """Copy immediately, not at the deadline: only code before the training gathers."""
         with torch.no_grad():
             for each, own in zip(outputs, inputs, strict=True):
                 for tensor in each:
@@ -93,17 +93,17 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._send(0.5, [tensor for each in outputs for tensor in each])
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
-        """torch 2.15 gathers objects so; earlier ones by `allgather`."""
+        """Used for objects by torch 2.15; earlier versions use `allgather`."""
         return self.allgather([list(output.view(self.size(), *given.shape))], [given])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """An all-reduce that the process waits for, as NCCL's."""
+        """Wait for all streams and launch an all-reduce of zero bytes. Blocks the host, as NCCL's barrier."""
         for network in self._streams.values():
             network.wire.synchronize()
         return self._timer.send(self.cost.seconds(0), [], 1)
 
     def _send(self, share: float, tensors: torch.Tensor | Tensors, factor: int = 1) -> dist.Work:
-        """A collective that takes this share of an all-reduce's time and multiplies tensors by `factor`."""
+        """Launch a collective that takes this share of an all-reduce's time and multiplies tensors by `factor`."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         device, seconds = tensors[0].device, share * self.cost.seconds(sum(tensor.nbytes for tensor in tensors))
         if device.type == "cpu":
@@ -114,7 +114,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class TimerNetwork:
-    """On a CPU. Deadlines are absolute: a thread that wakes late does not delay later collectives."""
+    """The network on a CPU. Deadlines are absolute: a thread that wakes late does not delay later collectives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class TimerNetwork:
             self._free_s = until_s = max(time.monotonic(), self._free_s) + seconds
 
         def deliver() -> None:
-            """A thread: arithmetic runs here, concurrently with the caller, as in gloo."""
+            """Run the arithmetic in this thread, concurrently with the caller, as in gloo."""
             try:
                 _multiply(tensors, factor)
             except Exception as error:  # `wait` raises it
@@ -163,12 +163,12 @@ class _Timed(dist.Work):
 
 
 class StreamNetwork:
-    """On a GPU. A stream is the network: it waits for the current stream and spins. Arithmetic runs on another one."""
+    """The network on a GPU: a stream that waits for the current stream, then spins. Arithmetic has another stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device  # the network's stream has priority: its kernel must not wait for a large one to end
+        self._device = device  # the network's stream has high priority, so large kernels do not delay its kernel
         self.wire, self._arithmetic = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
-        rates: list[float] = []  # of the clock that `torch.cuda._sleep` counts
+        rates: list[float] = []  # cycles per second of the clock of `torch.cuda._sleep`
         for _ in range(10):
             with torch.cuda.stream(self.wire):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -177,7 +177,7 @@ class StreamNetwork:
                 end.record()
             end.synchronize()
             rates.append(_CALIBRATION_CYCLES / (begin.elapsed_time(end) * 1e-3))
-        self._cycles_per_s = statistics.median(rates[5:])  # the first half raises the GPU's clock
+        self._cycles_per_s = statistics.median(rates[5:])  # the GPU's clock rises during the first half
 
     def send(self, seconds: float, tensors: Tensors, factor: int) -> dist.Work:
         ready = torch.cuda.current_stream(self._device).record_event()
@@ -187,7 +187,7 @@ class StreamNetwork:
         self._arithmetic.wait_event(ready)
         with torch.cuda.stream(self._arithmetic):
             _multiply(tensors, factor)
-        for tensor in tensors:  # else the allocator may reuse its memory before the arithmetic ran
+        for tensor in tensors:  # otherwise the allocator may reuse their memory before the arithmetic has run
             tensor.record_stream(self._arithmetic)
         self.wire.wait_stream(self._arithmetic)
         return _Enqueued(self.wire, list(tensors))
@@ -195,7 +195,7 @@ class StreamNetwork:
 
 @hidden_from_dynamo
 class _Enqueued(dist.Work):
-    """`wait` makes the current stream wait for the network's. The process goes on."""
+    """A collective on a GPU. `wait` blocks the current stream until the network's stream is done, not the host."""
 
     def __init__(self, wire: torch.cuda.Stream, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Enqueued(dist.Work):
         return bool(self._end.query())
 
     def get_future(self) -> Any:
-        """For torch's reducer. Its `wait` makes the current stream wait for what the network's stream holds now."""
+        """Return a future for torch's reducer. Its `wait` blocks the current stream on the network's current work."""
         future: Future[list[torch.Tensor]] = Future(devices=[self._wire.device])
         with torch.cuda.stream(self._wire):
             future.set_result(self._tensors)

@@ -20,16 +20,16 @@ SHARED, COLD, WARM = "shared", "cold", "warm"
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Every workload with every mode over every network.
+    """A benchmark of every workload with every mode over every network.
 
     Args:
         workloads, modes: built-in names, or `package.module:function` that returns a `Workload` or a `Mode`.
-        reference: the mode that ratios are to.
-        ranks: processes of a mode, except on a simulated network.
-        warmup_steps: untimed steps after the first gradients, which compile.
-        repetitions: turns of a mode, alternating with the other modes.
-        steps_per_turn: steps that are timed as one, for workloads whose step takes a few milliseconds.
-        starts: processes of a mode that are timed until they are warm, in turns; the last ones do the timed steps.
+        reference: the mode in the denominator of ratios.
+        ranks: number of processes per mode, except on a simulated network.
+        warmup_steps: number of untimed steps after the first gradients, which compile.
+        repetitions: number of turns of each mode, alternating with the other modes.
+        steps_per_turn: number of steps timed together, for workloads whose step takes a few milliseconds.
+        starts: number of timed starts of each mode until warm, in turns. The last start also does the timed steps.
         caches: of compiled code. `shared`: that of the machine; `cold`: an empty one for each start; `warm`: one for
             each mode, filled by a start that is not timed.
     """
@@ -59,7 +59,7 @@ class Suite:
 
 
 def load(given: str) -> Suite:
-    """A packaged suite by its name, or that of a TOML file, whose directory joins `sys.path`: user code is there."""
+    """Return a suite by packaged name or TOML file. Adds the file's directory to `sys.path`, for user code."""
     path = Path(given)
     known = f"packaged ({', '.join(PACKAGED)}) or the path of a TOML file"
     require(given in PACKAGED or path.is_file(), "a suite", known, given)
@@ -69,14 +69,14 @@ def load(given: str) -> Suite:
             data = tomllib.loads(path.read_text())
             sys.path.insert(0, str(path.resolve().parent))
         suite = from_dict({"name": path.stem} | data)
-        _ = [*map(workload, suite.workloads), *map(mode, suite.modes)]  # a wrong name raises
-    except (ValueError, TypeError) as error:  # the text of a TypeError names a key that is unknown or missing
+        _ = [*map(workload, suite.workloads), *map(mode, suite.modes)]  # raise for unknown names
+    except (ValueError, TypeError) as error:  # the text of a TypeError has the unknown or missing key
         raise ConfigError(f"{given}: {error}") from error
     return suite
 
 
 def from_dict(data: Mapping[str, Any]) -> Suite:
-    """A suite from what TOML or JSON holds; raises `ValueError` or `TypeError` for what is not allowed."""
+    """Return a suite from parsed TOML or JSON. Raises `ValueError` or `TypeError` for invalid data."""
     lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list | tuple)}
     networks = tuple(Network(**each) for each in lists.pop("networks", ()))
     return Suite(**{**data, **lists, "networks": networks})

@@ -1,6 +1,6 @@
-"""One rank of one mode: what the runner calls in its process.
+"""Functions that the runner calls in the process of one rank of one mode.
 
-Each mode has separate processes (`testing.ranks.Ranks`): Dynamo, Inductor and DDP keep state for the whole process.
+Each mode has separate processes (`testing.ranks.Ranks`), because Dynamo, Inductor and DDP keep state per process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dp_compile.errors import require
 from dp_compile.replication.calibration import calibrate
 from dp_compile.testing.ranks import Ranks
 
-START_TIMEOUT_S: Final = 900.0  # for a process to start, its first backward, which compiles, and the warm-up
+START_TIMEOUT_S: Final = 900.0  # of a process start, of the first backward, which compiles, and of the warm-up
 
 
 def ranks_of(place: Placement, environment: Mapping[str, str]) -> Ranks:
-    """Processes in that place, which form the default group. They start with the first call."""
-    # One compiler process each: a pool of a rank would use memory during the turns of other modes.
+    """Return processes in this placement, which form the default group. They start with the first call."""
+    # Each rank compiles in its own process: a pool of workers would use memory during the turns of other modes.
     variables = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **place.environment, **environment}
     return Ranks(place.processes, begin=partial(_begin, place), environment=variables, ends_groups=False)
 
@@ -45,20 +45,19 @@ def _begin(place: Placement, rank: int, processes: int, directory: str) -> None:
         os.dup2(log.fileno(), 2)
     if place.spaces:
         enter(place.spaces[rank])
-    # No other rank of a simulated group would answer in a store.
     store: Any = dist.FileStore(f"{directory}/store", processes)  # type: ignore[attr-defined]
-    if place.group_ranks is not None:
+    if place.group_ranks is not None:  # simulated: no other process uses the store
         store = dist.HashStore()  # type: ignore[attr-defined]
     timeout, ranks = timedelta(seconds=START_TIMEOUT_S), place.group_ranks or processes
     dist.init_process_group(place.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     dist.barrier()
 
 
-this: Final = SimpleNamespace()  # of this process, since `start`: its `trainer` and its `batches`
+this: Final = SimpleNamespace()  # `trainer` and `batches` of this process, set by `start`
 
 
 def expect(name: str, path: str) -> int:
-    """Rank 0 writes what `start` compares with: eager average gradients of 1 rank and of all. Returns a set's bytes."""
+    """Write on rank 0 the eager average gradients of 1 rank and of all, for `start`. Return the bytes of one set."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)
@@ -75,7 +74,7 @@ def expect(name: str, path: str) -> int:
 def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
     """Build the mode's trainer, compare its first gradients unless `expected` is empty, and warm it up.
 
-    Returns the seconds of all but the comparison, the largest error of a gradient, and its parameter.
+    Returns the seconds without the comparison, the largest error of a gradient, and the parameter's name.
     """
     chosen, rank = workload(name), dist.get_rank()
     this.batches = batches(chosen, rank)
@@ -93,13 +92,13 @@ def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[
     if torch.accelerator.is_available():
         torch.accelerator.reset_peak_memory_stats()
     else:
-        with suppress(OSError):  # then the peak of the compilation counts too
+        with suppress(OSError):  # without this reset, the peak includes the compilation
             Path("/proc/self/clear_refs").write_text("5")
     return seconds, error, parameter
 
 
 def steps(count: int) -> float:
-    """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
+    """Time `count` steps together and return seconds per step. Batches are ready, and ranks start together."""
     trainer: Trainer = this.trainer
     given = [next(this.batches) for _ in range(count + trainer.defers)]
     if dist.is_initialized():
@@ -118,7 +117,7 @@ def steps(count: int) -> float:
 
 
 def end() -> tuple[int, Mapping[str, int]]:
-    """The peak of memory since the start, and the counts of the mode."""
+    """Return the memory peak in bytes since `start`, and the counts of the mode."""
     counts = this.trainer.counts()
     if torch.accelerator.is_available():
         return int(torch.accelerator.max_memory_allocated()), counts
@@ -133,17 +132,17 @@ def _synchronize(*, only_compute: bool = False) -> None:
 
 
 def batches(workload: Workload, rank: int) -> Iterator[Batch]:
-    """The batches of a rank, without end."""
+    """Yield the batches of a rank, without end."""
     generator = torch.Generator().manual_seed(SEED + rank)
     while True:
         yield workload.batch(generator)
 
 
 def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-    """The parameter with the largest error of its gradient, and that: norm of the difference over norm of the expected.
+    """Return the parameter with the largest gradient error, and this error: norm(difference) / norm(expected).
 
-    A gradient below 1e-4 of the largest gradient's norm is rounding noise (biases of keys in an attention, whose
-    gradient is zero): its difference is divided by that. A gradient too many or too few is a `ConfigError`.
+    The denominator is at least 1e-4 of the largest norm, because smaller gradients are rounding noise (biases of keys
+    in an attention, whose gradient is zero). Raises `ConfigError` for missing or additional gradients.
     """
     differing = sorted(set(gradients) ^ set(expected))
     require(not differing, "gradients", "of all parameters of the workload and no other", differing)
@@ -159,7 +158,7 @@ def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def link() -> tuple[float, float]:
-    """Of an all-reduce of the default group: latency in microseconds, and 1e6 bytes per second besides."""
+    """Measure an all-reduce of the default group: latency in microseconds, and rate in 1e6 bytes per second."""
     if dist.get_world_size() == 1:
         return 0.0, 0.0
     cost = calibrate(device=device()).cost

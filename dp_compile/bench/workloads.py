@@ -1,6 +1,6 @@
 """Workloads: a GPT, ResNet-50, many small layers, one large embedding; `tiny-gpt` is for tests.
 
-A step of a real one takes up to seconds on one CPU core, so batches are small and sequences short; parameters, hence
+Batches are small and sequences short, because a step takes up to seconds on one CPU core. Parameters, and therefore
 communication, have real sizes. No model has dropout, because gradients of modes are compared.
 """
 
@@ -23,7 +23,7 @@ XLM_R_VOCABULARY: Final = 250_002
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions around a residual."""
+    """1x1, 3x3 and 1x1 convolutions with a residual connection."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.
 
 
 def resnet(stages: tuple[int, ...], width: int, classes: int) -> nn.Module:
-    """Images `[batch, 3, height, width]` to logits; weights of convolutions in channels-last order.
+    """Return a ResNet from images `[batch, 3, height, width]` to logits; convolution weights are channels-last.
 
-    `stages`: bottlenecks in each. `width`: channels of the first stage's 3x3 convolutions, twice as many in each
+    `stages`: number of bottlenecks per stage. `width`: channels of the first stage's 3x3 convolutions, doubled in each
     further stage. Source: He et al. 2016 (arXiv 1512.03385), table 1 and figure 5.
     """
     layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
@@ -62,7 +62,7 @@ def resnet(stages: tuple[int, ...], width: int, classes: int) -> nn.Module:
 
 
 class ManySmall(nn.Module):
-    """Linear layers with bias around residuals, `[batch, width]` to the same: `tensors` parameters, little compute."""
+    """Residual linear layers, `[batch, width]` to `[batch, width]`: `tensors` parameters, little compute."""
 
     def __init__(self, tensors: int, width: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ManySmall(nn.Module):
 
 
 class BagOfWords(nn.Module):
-    """Tokens `int64[batch, time]` to logits: mean of embeddings, two layers. Nearly all bytes are one parameter."""
+    """Tokens `int64[batch, time]` to logits: mean of embeddings, two layers. One parameter has nearly all bytes."""
 
     def __init__(self, vocabulary: int, width: int, classes: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class BagOfWords(nn.Module):
 
 
 def cross_entropy(call: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
-    """Of a batch `(inputs, targets)`: logits have one dimension more than targets, the last."""
+    """Return the loss of a batch `(inputs, targets)`. Logits have one more dimension than targets, the last one."""
     inputs, targets = batch
     return F.cross_entropy(call(inputs).flatten(0, -2), targets.flatten())
 
@@ -105,7 +105,7 @@ def _gpt(name: str, config: GPTConfig, sequences: int, length: int) -> Workload:
 def _classifier(
     name: str, build: Callable[[], nn.Module], inputs: Callable[..., torch.Tensor], classes: int
 ) -> Workload:
-    """`inputs` draws a batch of them from a generator."""
+    """Return a classification workload. `inputs` draws a batch of inputs from a generator."""
 
     def batch(generator: torch.Generator) -> Batch:
         made = inputs(generator=generator)
@@ -121,10 +121,10 @@ def _images(generator: torch.Generator) -> torch.Tensor:
 _vectors = partial(torch.randn, 8, 64)
 _texts = partial(torch.randint, 0, XLM_R_VOCABULARY, (32, 64))
 _ALL: Final = (
-    # 52.8 MiB of gradients.
+    # 52.8 MiB of gradients
     _gpt("gpt-6l", GPTConfig(vocabulary=8192, context=128, width=384, layers=6, heads=6), 4, 128),
     _gpt("gpt-4l", GPTConfig(), 8, 128),
-    # Rounding each of the first weights once changes gradients by 3 %; a compiled model rounds more often.
+    # tolerance: rounding the initial weights once changes gradients by 3 %, and a compiled model rounds more often
     replace(_classifier("resnet50", partial(resnet, (3, 4, 6, 3), 64, 1000), _images, 1000), tolerance=0.12),
     _classifier("many-small", partial(ManySmall, 1000, 64), _vectors, 64),
     _classifier("many-small-150", partial(ManySmall, 150, 64), _vectors, 64),
@@ -135,12 +135,12 @@ WORKLOADS: Final[Mapping[str, Workload]] = {each.name: each for each in _ALL}
 
 
 def workload(name: str) -> Workload:
-    """One of `WORKLOADS`, with SGD, or with fused AdamW as `NAME:adamw`; or a user's, `package.module:function`."""
+    """Return a workload of `WORKLOADS` with SGD (`NAME:adamw`: fused AdamW), or a user's `package.module:function`."""
     base, _, argument = name.rpartition(":")
     if name in WORKLOADS:
         return WORKLOADS[name]
     if base in WORKLOADS and argument == "adamw":
-        return replace(WORKLOADS[base], name=name, lr=0.001, rule=ADAMW)  # torch's default rate
+        return replace(WORKLOADS[base], name=name, lr=0.001, rule=ADAMW)  # torch's default learning rate
     known = f"one of {', '.join(WORKLOADS)}, each also as 'NAME:adamw', or 'package.module:function'"
     require(bool(base) and base not in WORKLOADS, "a workload", known, name)
     found: Workload = imported(name, Workload)

@@ -1,1 +1,1 @@
-"""What people read: reports, explanations, timelines, measurements. Nothing below imports it."""
+"""Reports, explanations, timelines and measurements for users. No lower package imports this one."""

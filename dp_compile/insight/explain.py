@@ -1,4 +1,4 @@
-"""Why a step takes as long as it takes: a verdict, one table of buckets, at most three pieces of advice. 80 columns."""
+"""Explanation of a step's duration: a verdict, one table of buckets, at most three pieces of advice. 80 columns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dp_compile.plan.words import count, format_bytes, in_columns, table
 
 MOST_ROWS: Final = 16
 MOST_ADVICE: Final = 3
-SHORTEST_S: Final = 1e-9  # what is shorter is rounding
-SMALLEST_GAIN: Final = 0.005  # of the predicted end; the model is not more exact
+SHORTEST_S: Final = 1e-9  # shorter times are rounding errors
+SMALLEST_GAIN: Final = 0.005  # as a share of the predicted end: the accuracy of the model
 CAPS_MB: Final = {"1": 1.0, "5": 5.0, "25": 25.0, "math.inf": math.inf}
 COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not known", "one rank"
 
 
 class ExplainedBucket(NamedTuple):
-    """One bucket. `why`: why it is exposed, or that it is not. `planned`: `None` if there is one rank."""
+    """One bucket. `why`: the reason for its exposed time, or "hidden". `planned`: `None` if there is one rank."""
 
     number: int
     bucket: Bucket
@@ -40,9 +40,9 @@ class ExplainedBucket(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Something to change, and how much earlier backward and communication would be over.
+    """A change of options with its gain: how much earlier backward and communication would end.
 
-    `share`: of the predicted end. `at_most`: the gain if what the plan believes is off by 2x.
+    `share`: the gain as a share of the predicted end. `at_most`: the gain holds if the assumed backward is off by 2x.
     """
 
     change: str
@@ -52,11 +52,11 @@ class Advice(NamedTuple):
 
 
 class Explanation:
-    """Why a step takes as long as it takes. Print it; times in seconds after the start of the backward.
+    """An explanation of a step's duration, to print. Times are seconds after the start of the backward.
 
     `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`,
-    `exposed_s`: predicted, with a next forward if something ends under it; `None` for one rank. `bound_s`: no
-    plan ends earlier (`release_time_bound`).
+    `exposed_s`: predictions, including the next forward if communication may end under it; `None` for one rank.
+    `bound_s`: lower bound on the end of any plan (`release_time_bound`).
 
     Raises:
         ConfigError: the measured buckets are not those of the plan.
@@ -77,7 +77,7 @@ class Explanation:
         self.bound_s = step.bound_s + forward_s
 
     def text(self, *, verbose: bool = False) -> str:
-        """`verbose`: all buckets, with their members."""
+        """Return the text. `verbose`: all buckets, with their members."""
         verdict, *facts = self.summary()
         lines = [verdict, *(f"  {text}" for text in (*facts, *_notes(self.step))), ""]
         lines += [*_table(self, len(self.buckets) if verbose else MOST_ROWS), ""]
@@ -95,7 +95,7 @@ class Explanation:
     __str__ = text
 
     def summary(self) -> Iterator[str]:
-        """The verdict, then what was planned, predicted and measured, a line each."""
+        """Yield the verdict, then a line each for the plan, the prediction and the measurement."""
         step, seen = self.step, self.step.measured
         yield _verdict(self)
         ways = "".join(f", {times} {way}" for way, times in step.backwards)
@@ -124,7 +124,7 @@ class Explanation:
 
     @cached_property
     def buckets(self) -> tuple[ExplainedBucket, ...]:
-        """In launch order. `why` names the gradient that releases one, maybe of an earlier one: the largest."""
+        """All buckets in launch order. `why` names the largest gradient that releases a bucket or an earlier one."""
         step, seen = self.step, self.step.measured
         alone = [None] * len(step.plan.buckets)
         planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
@@ -143,18 +143,18 @@ class Explanation:
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """Options that are predicted to gain more than `SMALLEST_GAIN`, the best first, at most `MOST_ADVICE`."""
+        """At most `MOST_ADVICE` options with a predicted gain above `SMALLEST_GAIN`, best first."""
         ranked = [] if self.end_s is None else sorted(_options(self.step), key=lambda each: -each.share)
         return tuple(each for each in ranked if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
 
 
 def _end_s(step: Step) -> float:
-    """With the next forward, if something ends under it."""
+    """Return the predicted end, including the next forward if communication may end under it."""
     return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
 
 
 def _why(step: Step, planned: Launch, released_by: str) -> str:
-    """Why a bucket is exposed."""
+    """Return the reason for a bucket's exposed time, "hidden" if it has none."""
     if planned.waited_s < SHORTEST_S:
         return "hidden"
     if planned.needed_s is not None:
@@ -171,7 +171,7 @@ def _gain(change: str, before: Step, after: Step, *, at_most: bool = False) -> A
 
 def _options(step: Step) -> Iterator[Advice]:
     plans = step.strategy == "optimal"
-    if step.is_timed or not plans:  # a plan for assumed speeds is not judged by the same assumption
+    if step.is_timed or not plans:  # an assumption cannot judge a plan that was made from it
         other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in CAPS_MB.items()}
         if not plans:
             other["neither bucket_cap_mb nor bucket_policy"] = replanned(step)
@@ -188,7 +188,7 @@ def _options(step: Step) -> Iterator[Advice]:
 
 
 def _verdict(this: Explanation) -> str:
-    """The first line: what bounds the step and how much is exposed, and whether any of it was measured."""
+    """Return the first line: what bounds the step, the exposed time, and whether it was measured."""
     seen = this.step.measured
     estimate = "" if seen is not None else "Estimated, not measured: "
     if this.exposed_s is None:
@@ -225,7 +225,7 @@ def _notes(step: Step) -> Iterator[str]:
 
 
 def _table(this: Explanation, most: int) -> Iterator[str]:
-    """One line for each bucket; of very many those that say most, the outermost and the most exposed ones."""
+    """Yield one line per bucket, at most `most` of them: the first and last two, and the most exposed of the others."""
     step, shown = this.step, this.buckets
     if len(shown) > most:
         inner = sorted(shown[2:-2], key=lambda each: -(each.planned.waited_s if each.planned else 0.0))

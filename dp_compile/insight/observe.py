@@ -1,4 +1,4 @@
-"""Read a replicated module: a report for people, its step as data, and some of its steps measured."""
+"""Inspection of a replicated module: a report as text, its step as data, and measurements of its steps."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ from dp_compile.replication.module import is_replicated, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.measuring")
 
-_measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
-"""What `measure()` saw last of a module on this rank."""
+_measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()  # latest result of `measure()`
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The state of one replicated module: its plan, what was captured, how many backwards took which way.
+    """The state of one replicated module: its plan, its captures, and counts of its backwards by kind of reduction.
 
-    `updates`: what follows a backward on each rank, as an optimizer that updates in it, and what that spares.
-    `why_not_captured`: why the comm hook is called with each bucket, if it is. `promise`: what the plan was predicted
-    to reach, if it was made from a cost. `notes`: a `gradient_divide_factor`, what a measured backward took, what stays
-    allocated for buckets between backwards.
+    `updates`: optimizers that update in the backward, with their savings. `why_not_captured`: the reason if a comm hook
+    is called with each bucket. `promise`: the predicted end of a plan that was made from a cost. `notes`: a
+    `gradient_divide_factor`, the measured backward, bucket memory that persists between backwards.
     """
 
     mode: str
@@ -62,9 +60,9 @@ class Report:
 
 
 def report(module: nn.Module) -> Report:
-    """What was planned for a replicated module, what was captured, and which way its backwards went.
+    """Return the plan of a replicated module, its captures, and counts of its backwards.
 
-    Of a module whose gradients torch's own DDP reduces (`ddp_python_hook=False`) it says only that.
+    If torch's own DDP reduces the gradients (`ddp_python_hook=False`), the report has only this fact.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
@@ -80,7 +78,7 @@ def report(module: nn.Module) -> Report:
         which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
         kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
         notes.append(f"memory that backwards use again: {kept}{'' if replica.plan.keeps_memory else which}")
-    promise = ""  # no milliseconds where the backward was not timed, for they look measured
+    promise = ""  # without milliseconds: the backward was not timed, and they would look measured
     if (certificate := replica.planning.certificate) is not None:
         ready = replica.planning.ready
         work = "as the parameters' elements" if ready.basis == ASSUMED else "estimated from the captured graph"
@@ -106,7 +104,7 @@ def report(module: nn.Module) -> Report:
 
 
 def step_of(module: nn.Module) -> Step:
-    """What was planned for a replicated module, what that was made from, what was captured and measured.
+    """Return a module's plan with its inputs, its latest capture and its latest measurement.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
@@ -142,10 +140,10 @@ def step_of(module: nn.Module) -> Step:
 
 
 def explain(module: nn.Module) -> Explanation:
-    """What bounds the step of a replicated module, what is exposed and why, and what would help. Print it.
+    """Return an explanation, to print: what bounds the step, exposed buckets with reasons, and advice.
 
-    Figures are predictions from the plan; what `measure()` saw is shown with them. If nothing was measured the first
-    line says so.
+    Figures are predictions from the plan, with those of `measure()` if it was used. The first line tells whether
+    anything was measured.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
@@ -157,8 +155,8 @@ def explain(module: nn.Module) -> Explanation:
 class Measurement:
     """The result of `measure`, complete when its block ends.
 
-    `step`: the one with the median backward, `None` if none was measured. `backwards`: each of them, in order.
-    `not_measured`: why synchronised backwards in the block were not measured, and how many.
+    `step`: the measured step with the median backward, `None` if there is none. `backwards`: all measured steps in
+    order. `not_measured`: counts of synchronised backwards that were not measured, by reason.
     """
 
     step: MeasuredStep | None = None
@@ -167,7 +165,7 @@ class Measurement:
 
     @property
     def why_not(self) -> str:
-        """Why some backwards were not measured; empty if all were."""
+        """The reasons why backwards were not measured, empty if all were measured."""
         reasons = [f"{count(times, 'backward')}: {reason}" for reason, times in self.not_measured.items()]
         if not reasons and self.step is None:
             return "no synchronised backward has ended inside the block"
@@ -183,11 +181,11 @@ class Measurement:
 def measure(module: nn.Module) -> Iterator[Measurement]:
     """Measure this rank's synchronised backwards inside the block with torch.profiler; train about five steps there.
 
-    Afterwards `step_of(module).measured` is the one with the median backward. Times are the host's for parameters on
-    the CPU, those of kernels on a GPU, and what the profiler costs is in them. Nothing is compiled again and no other
-    rank is asked, so one rank may measure alone. What an optimizer defers to the next forward is measured there, if
-    that is in the block. Backwards are measured that are captured and compiled already, or reduced by eager hooks. If
-    none was, a warning says why, and `step_of(module).measured` stays as it was.
+    Afterwards `step_of(module).measured` is the step with the median backward. Times are host times for parameters on
+    the CPU and kernel times on a GPU, including the profiler's overhead. Nothing is recompiled and no communication is
+    added, so one rank may measure alone. Updates deferred to the next forward are measured if that forward is in the
+    block. Backwards are measured if they are reduced by eager hooks, or captured and compiled already. If none was
+    measured, a warning gives the reason, and `step_of(module).measured` does not change.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, reduces no gradient, or a profiler records already.

@@ -1,7 +1,7 @@
-"""What a step would take on other ranks, another link, or with gradients sent in another dtype. Pure numbers.
+"""Prediction of a step with another number of ranks, another link, or another dtype of sent gradients.
 
-The model is that of `plan/network.py`: a link carries one stage at a time, in launch order. Compute stays as long as it
-is in the step. Nothing is measured here.
+The model is that of `plan/network.py`: a link carries one stage at a time, in launch order. The duration of compute
+does not change. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LINK_INSIDE: Final = "nvlink4"  # joins the ranks of a node in a prediction for 
 
 
 def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dtype: str | None = None) -> Step:
-    """A step as it would be: `end_s`, `exposed_s`, `bound_s` say what it would take. What is not given stays as it is.
+    """Return the predicted step; see its `end_s`, `exposed_s` and `bound_s`. Arguments not given do not change.
 
-    Buckets are planned for the new speeds where the step's strategy is a planner, else they stay. A backward that was
-    not timed keeps its assumed length: a faster network does not shorten it. `cost_source` and `ready.basis` say what
-    the figures rest on; what was measured is that of the given step.
+    Buckets are replanned for the new speeds if the step's strategy is a planner, otherwise kept. A backward that was
+    not timed keeps its assumed length: a faster network does not shorten it. `cost_source` and `ready.basis` have the
+    sources of the figures. `measured` is that of the given step.
 
     Args:
-        step: `dp_compile.step_of(model)`, or read by `Step.from_json`.
-        ranks: of the group. On two levels of network nodes keep their size.
-        link: every hop between ranks, or between nodes: a name of `dp_compile.plan.cost.LINKS`.
-        dtype: in which floating gradients are sent: `bfloat16`, `float16` or `float32`.
+        step: the result of `dp_compile.step_of(model)` or of `Step.from_json`.
+        ranks: size of the group. On two levels of network the size of nodes does not change.
+        link: link between ranks, or between nodes: a name of `dp_compile.plan.cost.LINKS`.
+        dtype: dtype of sent floating gradients: `bfloat16`, `float16` or `float32`.
 
     Raises:
         ConfigError: a value is not allowed, or the step ran on one rank and no link is given.
@@ -54,7 +54,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
 
 
 def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, str]:
-    """What a collective costs on so many ranks of a link, and where that is from."""
+    """Return the cost of a collective on this number of ranks and this link, and the source of the cost."""
     inside = max((bucket.key.reduction.ranks_inside for bucket in step.plan.buckets), default=1)
     if ranks == 1:
         return AllReduceCost(0.0, 0.0), "one rank reduces nothing"
@@ -75,11 +75,10 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
 
 
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
-    """What a collective costs on more or fewer ranks of the same link; on both sides at least 2, and two nodes.
+    """Return the cost of a collective for another number of ranks on the same link, at least 2 (or two nodes).
 
-
-    Latency of a hop and bus bandwidth follow from the straight line of one group by `ring_or_tree`; `LAUNCH_US` of the
-    latency does not grow with the ranks, as in `Link.cost`. On two levels nodes keep their size, `ranks_inside`.
+    Latency per hop and bus bandwidth are computed from the given cost by `ring_or_tree`. `LAUNCH_US` of the latency is
+    independent of the ranks, as in `Link.cost`. On two levels nodes keep their size, `ranks_inside`.
     """
     launch_s, between = min(LAUNCH_US * 1e-6, cost.alpha_s), cost.between
     if between is not None:
@@ -91,14 +90,14 @@ def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_i
 
 
 def sent_in(step: Step, dtype: str) -> Step:
-    """The same buckets with every floating gradient sent in another dtype, in place of a comm hook."""
+    """Return the step with the same buckets and all floating gradients sent in this dtype, without a comm hook."""
 
     def change(gradient: GradientSpec) -> GradientSpec:
         if gradient.key.dtype not in (*DTYPES, "float64"):
             return gradient
         reduction = replace(gradient.key.reduction, wire=None if dtype == gradient.key.dtype else dtype)
         if reduction.hook is not None:
-            reduce_op = reduction.stages[0].reduce_op or "sum"  # a hook may add up itself
+            reduce_op = reduction.stages[0].reduce_op or "sum"  # empty if the hook adds by itself
             reduction = replace(reduction, stages=(Stage(ALL_REDUCE, "", reduce_op),), hook=None)
         if reduction == gradient.key.reduction:
             return gradient
@@ -110,7 +109,7 @@ def sent_in(step: Step, dtype: str) -> Step:
 
 
 def replanned(step: Step, cap_mb: float | None = None) -> Step:
-    """The same step with new buckets: of `cap_mb` MiB, else planned for its cost and ready times."""
+    """Return the step with new buckets: of `cap_mb` MiB, otherwise planned for its cost and ready times."""
     gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
     ready = replace(step.ready, backward_s=step.backward_s)
     planned = plan_optimal(gradients, step.cost, ready) if cap_mb is None else plan_fixed(gradients, cap_mb)

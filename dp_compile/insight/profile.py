@@ -1,4 +1,4 @@
-"""From a trace of `torch.profiler` (Chrome's format) to measured steps: our ranges are found by their names.
+"""Measured steps from a trace of `torch.profiler` (Chrome's format). Our ranges are found by name.
 
 | figure    | on the host (gloo)                         | with kernels in the trace (NCCL)                     |
 |-----------|--------------------------------------------|------------------------------------------------------|
@@ -9,8 +9,8 @@
 | forward   | `Torch-Compiled Region` before it          | kernels launched in them, first begin to last end    |
 | optimizer | `Optimizer.step#...` after it              | the same                                             |
 
-A kernel belongs to the range in which the host launched it (`correlation`). gloo takes collectives in the order in
-which they were given to it, so the n-th launch has the n-th event. Waits of a bucket are those until its next launch.
+A kernel belongs to the range in which the host launched it (`correlation`). gloo processes collectives in launch order,
+so the n-th launch has the n-th event. A bucket's waits are those before its next launch.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _HOW: Final = (
     "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took."
 )
 _US: Final = 1e-6
-_ON_GPU: Final = "gpu_user_annotation"  # torch's copies of our ranges, above the kernels that were launched in them
+_ON_GPU: Final = "gpu_user_annotation"  # torch's copies of our ranges on the GPU's timeline
 _RANGE: Final = re.compile(r"dp_compile::modules? ([\d, ]+) (?:bucket (\d+) \((.*)\) )?(\w+)")
 _KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS: Final = ("cuda_runtime", "cuda_driver")
 _REGION, _OPTIMIZER = "Torch-Compiled Region", "Optimizer.step#"
-# How events begin that count; kernels and their calls do too. A trace has an event for each op.
+# Prefixes of the host events that are read. A trace has an event for each op.
 _NAMED: Final = ("dp_compile::module", "gloo:", "c10d::allreduce", _REGION, _OPTIMIZER)
 
 
 def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketPlan | Step) -> MeasuredStep:
-    """The median one of all whole synchronised backwards in a trace of one rank; times in seconds.
+    """Return the median of all complete synchronised backwards in a trace of one rank, times in seconds.
 
     Args:
-        trace: a file of `prof.export_chrome_trace`, gzipped if its name ends in `.gz`, or its content.
-        of: the plan that the trace was recorded under, or a step with it.
+        trace: a file of `prof.export_chrome_trace`, gzipped if its name ends in `.gz`, or its parsed content.
+        of: the plan of the recorded run, or a step with this plan.
 
     Raises:
         ConfigError: the file cannot be read or is no trace, has none of our ranges, or is of another plan or of several
@@ -80,12 +80,12 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
 def measured_steps(
     events: Iterable[Event], plan: BucketPlan, module: int | None = None, *, in_flight: bool = False
 ) -> tuple[list[MeasuredStep], Counter[str]]:
-    """The backwards of a module in a trace, in order, and why others were not measured.
+    """Return the backwards of a module in a trace, in order, and the reasons why others were not measured.
 
-    `module`: its number; `None`: the one whose buckets are those of the plan; several such are a `ConfigError`.
-    `in_flight`: what the last backward has deferred was not waited for in the trace.
+    `module`: its number; `None`: the module with the buckets of the plan, a `ConfigError` if several have them.
+    `in_flight`: updates deferred by the last backward were pending at the end of the trace.
     """
-    in_order = sorted(events, key=lambda event: (event.begin_us, -event.end_us))  # of equal begins the longer first
+    in_order = sorted(events, key=lambda event: (event.begin_us, -event.end_us))  # outer ranges before inner ones
     ranges = list(_ranges(in_order))
     expected = {(number, members_in_short(bucket)) for number, bucket in enumerate(plan.buckets)}
     buckets = defaultdict[int, set[tuple[int, str]]](set)
@@ -121,7 +121,7 @@ def measured_steps(
 
 
 class Event(NamedTuple):
-    """A complete event of the trace, times in microseconds."""
+    """A complete event of the trace (phase `X`), times in microseconds."""
 
     name: str
     category: str
@@ -138,7 +138,7 @@ class Event(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """One of our ranges. `bucket`: its number and its members in short; `None`: it is of no bucket."""
+    """One of our ranges. `bucket`: number and abbreviated members, `None` if the range is of no bucket."""
 
     event: Event
     modules: frozenset[int]
@@ -172,7 +172,7 @@ class _Timeline:
         self._gloo = self._gloo_events(events)
 
     def step(self, backward: Event, since_us: float, until_us: float) -> MeasuredStep | None:
-        """One backward, with what is around it; `None` if a bucket is missing, as at the edges of a trace."""
+        """Return one backward with its forward and optimizer. `None` if a bucket is missing, as at a trace's edges."""
         begin_us, end_us = self._limits(backward, any_thread=True)
         launches, waits = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
         for event, bucket, is_launch in self._of_buckets:
@@ -186,7 +186,7 @@ class _Timeline:
             buckets.append(self._bucket(backward, begin_us, launch[0], waits[number]))
         forward = [e for e in self._compiled if since_us <= e.begin_us < backward.begin_us]
         forward_s = self._seconds(forward)
-        if forward_s is not None:  # waits for updates, and these, are no part of the forward that they are in
+        if forward_s is not None:  # without the updates inside of it, and the waits for them
             inner = [event for event, _, is_launch in self._of_buckets if not is_launch]
             inner += [e for what, e in self._follows if what == UPDATE]
             forward_s -= self._seconds([e for e in inner if any(span.holds(e) for span in forward)]) or 0.0
@@ -203,7 +203,7 @@ class _Timeline:
 
     def _bucket(self, backward: Event, zero_us: float, launch: Event, waits: Sequence[Event]) -> MeasuredBucket:
         on_gpu = [kernel for kernel in self._kernels_in(launch) if _communicates(kernel)]
-        if on_gpu:  # compute stands still from the end of what the host gave it before the wait
+        if on_gpu:  # compute is idle from the end of the last kernel launched before the wait
             begin_us, end_us = min(e.begin_us for e in on_gpu), max(e.end_us for e in on_gpu)
             before = self._kernels_in(backward._replace(end_us=waits[0].begin_us), any_thread=True)
             idle_us = max((e.end_us for e in before if not _communicates(e)), default=zero_us)
@@ -221,7 +221,7 @@ class _Timeline:
         return [kernel for call, kernel in self._kernels[first:last] if any_thread or span.holds(call)]
 
     def _seconds(self, spans: Sequence[Event]) -> float | None:
-        """How long ranges took together, on the GPU if there is one."""
+        """Return the total duration of ranges, on the GPU if they launched kernels."""
         limits = [self._limits(span) for span in spans]
         return sum(end_us - begin_us for begin_us, end_us in limits) * _US if limits else None
 
@@ -230,14 +230,14 @@ class _Timeline:
         return min(kernel.begin_us for kernel in kernels), max(kernel.end_us for kernel in kernels)
 
     def _gloo_events(self, events: Sequence[Event]) -> dict[float, Event]:
-        """By the begin of one of our launch ranges, when gloo worked on it. Collectives of others take their turn."""
+        """Return gloo's event for each of our launches, by its begin. Other collectives consume their own events."""
         queue = deque(e for e in events if e.name.startswith("gloo:") and "all_reduce" in e.name)
         launches = [event for event, _, is_launch in self._of_buckets if is_launch]
         begins_us = [launch.begin_us for launch in launches]
         found: dict[float, Event] = {}
         for call in (e for e in events if e.name == "c10d::allreduce_"):
             while queue and queue[0].begin_us < call.begin_us:
-                queue.popleft()  # was given to gloo before the trace began
+                queue.popleft()  # launched before the trace began
             if not queue:
                 break
             flight, place = queue.popleft(), bisect_right(begins_us, call.begin_us) - 1
@@ -251,7 +251,7 @@ def _communicates(kernel: Event) -> bool:
 
 
 def _outermost(spans: Iterable[Event]) -> list[Event]:
-    """Ranges that are not inside another one; given by their begin."""
+    """Return the ranges that are not inside another one. `spans` is sorted by begin."""
     kept: list[Event] = []
     for span in spans:
         if not any(each.holds(span) for each in kept[-8:]):
@@ -260,7 +260,7 @@ def _outermost(spans: Iterable[Event]) -> list[Event]:
 
 
 def events_of(recorded: profile) -> Iterator[Event]:
-    """Of a profiler in this process."""
+    """Yield the events of a profiler in this process."""
     found = autograd.recorded_events(recorded, lambda name: name.startswith(_NAMED))
     for name, category, begin_ns, end_ns, thread, correlation in found:
         if category != _ON_GPU:

@@ -1,7 +1,7 @@
-"""One step of a replicated module as data: its plan, what that was made from, what was captured, what was measured.
+"""One step of a replicated module as data: its plan with its inputs, the capture, the measurement.
 
-Explanations, timelines, predictions and dumps read this value and nothing else, here or on another machine. Times are
-seconds, those of buckets from the start of the backward. Without `measured` every time is an estimate.
+Explanations, timelines, predictions and dumps read only this value, here or on another machine. Times are seconds,
+those of buckets after the start of the backward. Without `measured` every time is an estimate.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dp_compile.plan.planner import ReadyTimes, backward_seconds, ready_gradient
 from dp_compile.replica.record import OVERLAP_FORWARD, SHARDED, CaptureRecord, OptimizerRecord, Placement
 
 STEP_VERSION: Final = 6
-NOMINAL: Final = "nominal"  # how a cost's source begins if the link was not measured
-# Of an element of a parameter, by its dtype.
+NOMINAL: Final = "nominal"  # prefix of `cost_source` if the link was not measured
+# Bytes per element, by dtype.
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
 
 def format_ms(seconds: float) -> str:
-    """Milliseconds with three significant digits: `12.3 ms`."""
+    """Format as milliseconds with three significant digits: `12.3 ms`."""
     ms = seconds * 1e3
     digits = "0" if abs(ms) < 5e-7 else f"{ms:,.0f}" if abs(ms) >= 99.95 else f"{ms:#.3g}"
     return f"{digits if abs(ms) < 5e-7 or abs(ms) >= 1e-4 else '<0.0001'} ms"
@@ -41,8 +41,8 @@ def format_ms(seconds: float) -> str:
 class MeasuredBucket:
     """One bucket in one measured backward.
 
-    `start_s`, `finish_s`: when the network began with it and ended; `None`: the source cannot show it, it was between
-    launch and wait. `waited_s`: how long compute stood still for it. `wait_s`: when compute came to its first wait.
+    `start_s`, `finish_s`: start and end on the network; `None` if the source does not show them: they are between
+    launch and wait. `waited_s`: time for which compute waited for it. `wait_s`: start of the first wait.
     """
 
     launch_s: float
@@ -53,7 +53,7 @@ class MeasuredBucket:
 
 
 class Followed(NamedTuple):
-    """What followed reductions, in the backward or after it: `update`, `gather` or `forward` (engine/ranges.py)."""
+    """A range after reductions, in the backward or later: `update`, `gather` or `forward` (`engine/ranges.py`)."""
 
     what: str
     start_s: float
@@ -69,11 +69,11 @@ class Followed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What was measured of one rank's backward; `buckets` in the order of the plan.
+    """The measurement of one rank's backward; `buckets` in the order of the plan.
 
-    `backward_s`: until all has arrived, waits included; what is deferred to the next forward is not in it. `source`:
-    how it was measured. `forward_s`, `optimizer_s`: `None` if the source does not show them. `follows`: what optimizers
-    did, and the forward that waits.
+    `backward_s`: duration including waits, without communication deferred to the next forward. `source`: the method of
+    measurement. `forward_s`, `optimizer_s`: `None` if the source does not show them. `follows`: updates and all-gathers
+    of optimizers, and the next forward that waits for them.
     """
 
     backward_s: float
@@ -92,46 +92,45 @@ class MeasuredStep:
         return f"compute {format_ms(self.compute_s)}{updates}, {exposed} ({self.source})"
 
     def is_after(self, moment_s: float) -> bool:
-        """Whether a moment is after the backward."""
         return moment_s >= self.backward_s
 
     def _lasted(self, what: str, *, after: bool) -> float:
-        """How long something that follows reductions took, in the backward or `after` it."""
+        """Return the total duration of one kind of `follows`, in the backward or `after` it."""
         return sum(each.seconds for each in self.follows if each.what == what and self.is_after(each.start_s) == after)
 
     @property
     def exposed_s(self) -> float:
-        """How long compute stood still for communication, in the next forward too."""
+        """The time for which compute waited for communication, in the backward and the next forward."""
         return sum(bucket.waited_s for bucket in self.buckets)
 
     @property
     def exposed_later_s(self) -> float:
-        """The part of it after the backward."""
+        """The part of `exposed_s` after the backward."""
         return sum(bucket.waited_s for bucket in self.buckets if self.is_after(bucket.wait_s))
 
     @property
     def updates_s(self) -> float:
-        """How long updates took in the backward."""
+        """The duration of updates in the backward."""
         return self._lasted(UPDATE, after=False)
 
     @property
     def gather_s(self) -> float:
-        """How long all-gathers of updated parameters took after the backward, or the next forward waited for them."""
+        """The duration of all-gathers of parameters after the backward, or of the next forward's waits for them."""
         return self._lasted(GATHER, after=True)
 
     @property
     def compute_s(self) -> float:
-        """How long the backward computed gradients."""
+        """The duration of the backward without waits and updates."""
         return max(0.0, self.backward_s - (self.exposed_s - self.exposed_later_s) - self.updates_s)
 
     @property
     def next_forward(self) -> Followed | None:
-        """The first forward after the backward that waited for updates by itself, if it was seen."""
+        """The first forward after the backward that waited for updates by itself, `None` if none was recorded."""
         return next((each for each in self.follows if each.what == FORWARD and self.is_after(each.start_s)), None)
 
     @property
     def next_forward_s(self) -> float | None:
-        """How long that computed: without waits, updates and all-gathers."""
+        """The duration of `next_forward` without waits, updates and all-gathers."""
         if (forward := self.next_forward) is None:
             return None
         inside = [each.seconds for each in self.follows if each.what != FORWARD and forward.holds(each.start_s)]
@@ -140,15 +139,15 @@ class MeasuredStep:
 
     @property
     def end_s(self) -> float:
-        """The end of the backward and of what follows it, without the next forward."""
+        """The end of the backward and of later updates and all-gathers, without the next forward."""
         return self.backward_s + self._lasted(UPDATE, after=True) + self.gather_s
 
 
 def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Of steps of one rank under one plan, at least one: the one with the median backward, the shorter of two.
+    """Return the step with the median backward, of at least one step of one rank under one plan. Of two, the shorter.
 
-    One real backward, so that its figures fit together: medians of each bucket would add up to another backward. Times
-    of forward and optimizer are medians of those that know it.
+    It is one real backward, because medians of each bucket would not add up to a backward. Times of forward and
+    optimizer are medians of the steps that have them.
     """
 
     def median(values: Sequence[float | None]) -> float | None:
@@ -167,9 +166,9 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
 class Step:
     """One step of a replicated module.
 
-    `mode`: what reduces. `strategy`: where buckets end. `plan`: made from the ready times `ready`. `cost`: of one
-    collective, as the plan was made or would be judged; `cost_source`: where that is from. `capture`: the latest
-    captured backward. `backwards`: how many went which way. `optimizers`: those that update in the backward.
+    `mode`: kind of reduction. `strategy`: of bucketing. `ready`: ready times, the input of `plan`. `cost`: of one
+    collective, for planning and prediction; `cost_source`: its source. `capture`: the latest captured backward.
+    `backwards`: counts by kind of reduction. `optimizers`: those that update in the backward.
     """
 
     mode: str
@@ -188,7 +187,7 @@ class Step:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the length of the backward was measured or given; else it is assumed, and times are shares of it."""
+        """Whether the length of the backward was measured or given. If not, it is assumed, and times are relative."""
         return self.ready.backward_s is not None or self.measured is not None
 
     @property
@@ -204,11 +203,11 @@ class Step:
 
     @property
     def has_two_halves(self) -> bool:
-        """Whether something of this step may end under the next forward."""
+        """Whether communication of this step may end under the next forward."""
         return bool(self.left) or self.gathers_late
 
     def time_text(self, seconds: float) -> str:
-        """In milliseconds; in percent of the backward if its length is assumed, for such times are no milliseconds."""
+        """Format in milliseconds, or in percent of the backward if its length is assumed."""
         if self.is_timed:
             return format_ms(seconds)
         return f"{100 * seconds / self.backward_s:.1f}%" if self.backward_s else "0%"
@@ -218,19 +217,19 @@ class Step:
 
     @property
     def backward_s(self) -> float:
-        """How long the backward computes: as believed or measured, else as long as its bytes take on the network."""
+        """The compute time of the backward: given or measured, otherwise assumed equal to that of its communication."""
         if self.ready.backward_s is None and self.measured is not None:
             return self.measured.compute_s
         return backward_seconds(self.plan.gradients, self.ready, self.cost)
 
     @property
     def forward_s(self) -> float:
-        """How long the next forward computes: as measured, else an assumed share of the backward."""
+        """The compute time of the next forward: measured, otherwise an assumed share of the backward."""
         return self.backward_s * (crossing.FORWARD_SHARE if self.forward_share is None else self.forward_share)
 
     @property
     def forward_share(self) -> float | None:
-        """How long a forward computes as a share of its backward; `None` if it was not measured."""
+        """The compute time of a forward as a share of its backward, `None` if it was not measured."""
         if (seen := self.measured) is None or not seen.compute_s:
             return None
         forward_s = seen.forward_s if seen.next_forward_s is None else seen.next_forward_s
@@ -238,29 +237,29 @@ class Step:
 
     @property
     def communication_s(self) -> float:
-        """All collectives one after the other: stages of buckets, and all-gathers of updated parameters."""
+        """The duration of all collectives in sequence: stages of buckets, and all-gathers of updated parameters."""
         return sum(job.seconds for job in self.jobs()) + self.gather_s
 
     @property
     def gather_s(self) -> float:
-        """How long all-gathers take, where each rank updates a shard of the parameters."""
+        """The duration of all-gathers of parameters, 0 without a sharded optimizer."""
         return self._gather_s(sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets))
 
     def _gather_s(self, collectives: int) -> float:
-        """One of the two phases of an all-reduce, in so many collectives for each optimizer."""
+        """Return the duration of `collectives` all-gathers per optimizer: half that of an all-reduce."""
         each_s, nbytes = collectives * self.cost.alpha_s, [each.nbytes for each in self._sharded()]
         return (len(nbytes) * each_s + self.cost.beta_s_per_byte * sum(nbytes)) / 2
 
     @property
     def gather_wait_s(self) -> float:
-        """How long compute stands still for them."""
+        """The predicted time for which compute waits for all-gathers."""
         if not self.gathers_late:
             return self.gather_s
         return sum(each.waited_s for each in gathers_under_the_forward(self))
 
     @property
     def end_s(self) -> float:
-        """When the backward and its communication are predicted to end, with two halves less the next forward."""
+        """The predicted end of the backward and its communication; with two halves, less the next forward."""
         buckets = planned_buckets(self)
         if self.left:
             return self.backward_s + sum(bucket.waited_s for bucket in buckets)
@@ -268,12 +267,12 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """How long compute is predicted to stand still for communication."""
+        """The predicted time for which compute waits for communication."""
         return self.end_s - self.backward_s
 
     @property
     def bound_s(self) -> float:
-        """The earliest end of backward and communication of any plan: `release_time_bound`, then the all-gathers.
+        """A lower bound of `end_s` for any plan: `release_time_bound`, then the all-gathers.
 
         With two halves: the longer of all compute and all communication, less the next forward.
         """
@@ -283,17 +282,17 @@ class Step:
         return release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s) + self._gather_s(1)
 
     def ready_gradients(self) -> list[list[ReadyGradient]]:
-        """The gradients of each bucket, with when they are ready, in seconds after the start of the backward."""
-        found, backward_s, left = [], self.backward_s, self.left  # each adds up something of every gradient
+        """Return the gradients of each bucket with their ready times, in seconds after the start of the backward."""
+        found, backward_s, left = [], self.backward_s, self.left  # computed once: each loops over all gradients
         for bucket in self.plan.buckets:
-            # Flags are launched first if something is left: they are known when a captured backward begins.
+            # With deferred buckets the flags are launched first: they are known when a captured backward begins.
             gradients = [member.gradient for member in bucket.members]
             are_flags = all(each.name == UNUSED_FLAGS for each in gradients)
             found.append(ready_gradients(gradients, self.ready, 0.0 if left and are_flags else backward_s))
         return found
 
     def jobs(self) -> list[Job]:
-        """The buckets as jobs of the network."""
+        """Return the buckets as jobs of the network model."""
         gradients = [gradient for bucket in self.ready_gradients() for gradient in bucket]
         ends = accumulate((len(bucket.members) for bucket in self.plan.buckets), initial=0)
         buckets = tuple(tuple(range(start, end)) for start, end in pairwise(ends))
@@ -306,7 +305,7 @@ class Step:
 
     @staticmethod
     def from_json(text: str) -> Step:
-        """What `to_json` wrote in this version; else a `ConfigError`."""
+        """Read the text of `to_json`. Raises `ConfigError` if it is of another version or no step."""
         try:
             data = dict(json.loads(text))
             if (version := data.pop("version")) == STEP_VERSION:
@@ -331,7 +330,7 @@ def _measured(given: dict[str, Any]) -> MeasuredStep:
     return MeasuredStep(**given | {"buckets": tuple(MeasuredBucket(**each) for each in buckets), "follows": follows})
 
 
-_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # by field what makes it of the JSON
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # converters from JSON, by field
     "backend": lambda given: Backend(**given),
     "plan": BucketPlan.from_dict,
     "ready": lambda given: ReadyTimes.from_json(json.dumps(given)),
@@ -344,11 +343,11 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # by field what makes i
 
 
 def planned_buckets(step: Step) -> list[Launch]:
-    """The predicted timeline of the buckets: a link carries one stage at a time, in the order of the launches.
+    """Return the predicted timeline of the buckets: a link carries one stage at a time, in launch order.
 
-    What may end under the next forward shares the link, as many buckets at a time as the backend has lanes. The next
-    forward follows at once; updates are not counted. Source: the models of `plan/network.py` (MG-WFBP, arXiv
-    1912.09268) and `plan/crossing.py`.
+    Buckets that may end under the next forward share the link, as many at a time as the backend has lanes. The next
+    forward starts immediately; updates take no time. Models: `plan/network.py` (MG-WFBP, arXiv 1912.09268) and
+    `plan/crossing.py`.
     """
     left = step.left
     if not left:
@@ -361,7 +360,7 @@ def planned_buckets(step: Step) -> list[Launch]:
 
 
 def gathers_under_the_forward(step: Step) -> list[Launch]:
-    """All-gathers that start when all is reduced and updated, in the order in which the next forward reads."""
+    """Return all-gathers that start after all reductions, in the order in which the next forward reads parameters."""
     from_s = max([step.backward_s, *(bucket.finish_s for bucket in planned_buckets(step))])
     jobs = []
     for bucket in step.plan.buckets:

@@ -1,6 +1,6 @@
-"""A step as one list of events, and that list as an SVG picture and as a trace for Perfetto.
+"""A step as a list of events, an SVG picture and a trace for Perfetto.
 
-Two views on one axis: `planned` is the prediction of `step.planned_buckets`, `measured` what one rank saw.
+Two views on one axis: `planned` is the prediction of `step.planned_buckets`, `measured` the measurement of one rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LANES: Final = (COMPUTE, EXPOSED, NETWORK, *LINK_LANES.values())  # from top to 
 
 
 class Event(NamedTuple):
-    """Something in a lane of a view, in seconds after the start of the backward.
+    """A bar in a lane of a view, in seconds after the start of the backward.
 
-    `bucket`: its number in the plan. `launch_s`: when it was launched; it may have waited for the network.
+    `bucket`: its number in the plan. `launch_s`: time of its launch, before `start_s` if the network was busy.
     """
 
     view: str
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 def events_of(step: Step) -> list[Event]:
-    """The planned view, and the measured one if the step was measured."""
+    """Return the events of the planned view, and of the measured view if the step was measured."""
     events = list(_planned(step))
     return events if step.measured is None else [*events, *_measured(step, step.measured)]
 
@@ -56,7 +56,7 @@ def _planned(step: Step) -> Iterator[Event]:
             )
             exposed += [(finish_s - waited_s, finish_s)] * (waited_s > 0)
     stalls, backward_s, end_s = _joined(exposed), step.backward_s, step.end_s
-    if step.left:  # buckets that end in the backward stop it, the others the forward
+    if step.left:  # waits for these buckets delay the next forward, all other waits the backward
         early_s = sum(each.waited_s for number, each in enumerate(buckets) if number not in step.left)
         yield Event(PLANNED, COMPUTE, "next forward", backward_s + early_s, end_s + step.forward_s)
         backward_s += early_s
@@ -100,7 +100,7 @@ def _measured(step: Step, seen: MeasuredStep) -> Iterator[Event]:
 
 
 def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """In order; spans that touch are one."""
+    """Return the spans sorted, with touching ones merged."""
     joined: list[tuple[float, float]] = []
     for start_s, end_s in sorted(spans):
         if joined and start_s <= joined[-1][1] + 1e-12:
@@ -110,11 +110,11 @@ def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-FIRST_PID: Final = 5_000_001  # above any of Linux (4,194,304): a trace can be merged with one of torch.profiler
+FIRST_PID: Final = 5_000_001  # above Linux's maximum (4,194,304), so a trace can be merged with torch.profiler's
 
 
 def timeline_trace(step: Step) -> dict[str, Any]:
-    """Plain data of Chrome's trace event format, for ui.perfetto.dev: a process is a view, a thread a lane."""
+    """Return data in Chrome's trace event format, for ui.perfetto.dev. Processes are views, threads are lanes."""
     events, trace = events_of(step), []
     zero_s = min(event.start_s for event in events)
     for pid, view in enumerate(dict.fromkeys(event.view for event in events), FIRST_PID):
@@ -147,7 +147,7 @@ _COLOURS: Final = {COMPUTE: "#5c6670", EXPOSED: "#bf4b00"}
 
 
 def timeline_picture(step: Step) -> str:
-    """One static SVG. A box of a bucket has its members as a tooltip."""
+    """Return a static SVG. The boxes of buckets have tooltips with their members."""
     events, y, parts = events_of(step), 12.0, []
     summary = Explanation(step).summary()
     for text in (line for each in summary for line in wrap(each, 150, subsequent_indent="    ")):
@@ -182,7 +182,7 @@ def timeline_picture(step: Step) -> str:
 
 
 def _ticks(step: Step, start_s: float, end_s: float) -> list[float]:
-    """At most nine times, multiples of 1, 2 or 5 times a power of ten in the unit that is shown."""
+    """Return at most nine times, at multiples of 1, 2 or 5 times a power of ten in the displayed unit."""
     unit_s = 1e-3 if step.is_timed else step.backward_s / 100
     least = (end_s - start_s) / unit_s / 8
     power = 10 ** math.floor(math.log10(least)) if least else 1.0
