@@ -224,7 +224,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
 
     A changed ratio to the reference counts if the change exceeds `TOLERANCE` and the noise band. The band is the
     standard error times the normal quantile of one-sided error `FALSE_ALARMS` / number of comparisons (Bonferroni).
-    Counts have no noise: any increase is a regression. Raises if machines, settings or cells differ, or no mode is common.
+    Counts have no noise: any increase is a regression. Raises if machines, settings, cells or all modes differ.
     """
     old, here = (
         {name: each.environment[name] for name in MACHINE}

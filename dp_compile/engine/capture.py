@@ -69,7 +69,7 @@ class CapturedBackward:
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):
             # NotTraced: another thread is tracing, and Dynamo then skips every frame in the process.
-            # OtherMemory: code that updates parameters can no longer know which views read them: recompile next.
+            # OtherMemory: inputs of code that updates parameters alias differently than at compilation: recompile next.
             del self._compiled[binding]
         except DPCompileError:
             raise
@@ -139,7 +139,7 @@ class CapturedBackward:
         finalize_plans(synced, times)
         for replica in assumed:
             if replica.planning.ready.basis == ASSUMED and replica in times:
-                replica.planning.ready = times[replica]  # not needed for its plan; for reports
+                replica.planning.ready = times[replica]  # for reports only: its plan does not need them
         return bool(awaited)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
@@ -158,8 +158,8 @@ def _refuse_shards(hooks: Sequence[Any]) -> None:
 
 # --- estimated ready times, before tracing -----------------------------------------------------------------------
 #
-# Compiled autograd drops the metadata of its nodes (torch 2.13, `end_capture`: they were made with dummies). But the
-# real inputs are available, and most nodes are aten ops of AOTAutograd's backward: fake tensors propagate through them.
+# Compiled autograd drops its nodes' metadata, which was traced with dummies (torch 2.13, `end_capture`). But the real
+# inputs are available, and most nodes are aten ops of AOTAutograd's backward: fake tensors propagate through them.
 
 
 def estimates_of(
