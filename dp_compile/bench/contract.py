@@ -22,13 +22,10 @@ PROBE_LR: Final = 64.0
 
 
 class Rule(NamedTuple):
-    """An optimizer factory, and `plain`: options for a plain step.
-
-    A plain step changes parameters by `PROBE_LR` times their gradient, with a relative error up to 1e-4.
-    """
+    """An optimizer factory, and options for a plain step."""
 
     optimizer: Callable[..., torch.optim.Optimizer]
-    plain: Mapping[str, Any]
+    plain: Mapping[str, Any]  # a step changes parameters by `PROBE_LR` times their gradient, to a part in 1e4
 
 
 SGD: Final = Rule(partial(torch.optim.SGD, momentum=0.9), {"lr": PROBE_LR, "momentum": 0.0})

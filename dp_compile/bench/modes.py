@@ -205,8 +205,6 @@ class _ReducedInBackward(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """Returns a view of a parameter. Its backward averages the gradient over the group."""
-
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, *constants: Any) -> torch.Tensor:
         ctx.constants = constants

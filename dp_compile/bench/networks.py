@@ -89,16 +89,13 @@ class Network:
 
 
 class Placement(NamedTuple):
-    """Start parameters for the ranks of one cell. `spaces`: the network namespace of each process, or empty.
-
-    `group_ranks`: size of the process group if it is simulated.
-    """
+    """Start parameters for the ranks of one cell."""
 
     backend: str
     processes: int
     environment: Mapping[str, str]
-    spaces: tuple[str, ...] = ()
-    group_ranks: int | None = None
+    spaces: tuple[str, ...] = ()  # network namespace of each process, or empty
+    group_ranks: int | None = None  # size of the process group if it is simulated
 
 
 @contextmanager

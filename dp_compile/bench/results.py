@@ -39,38 +39,29 @@ _OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode in one cell. `reason`: the cause of its failure, empty if it was measured.
-
-    `step_s`: seconds per step of the slowest rank, by turn. `starts_s`: seconds until warm, by start: build, first
-    gradients, warm-up. `peak_nbytes`: peak since the warm-up, of a rank's resident set or of its accelerator's
-    allocator. `counts`: of one backward, see `contract.Trainer`.
-    """
+    """One mode in one cell."""
 
     name: str
     is_bound: bool = False
-    reason: str = ""
-    step_s: tuple[float, ...] = ()
-    starts_s: tuple[float, ...] = ()
-    peak_nbytes: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""  # the cause of its failure, empty if it was measured
+    step_s: tuple[float, ...] = ()  # seconds per step of the slowest rank, by turn
+    starts_s: tuple[float, ...] = ()  # seconds until warm, by start: build, first gradients, warm-up
+    peak_nbytes: int = 0  # since the warm-up: of a rank's resident set, or of its accelerator's allocator
+    counts: Mapping[str, int] = field(default_factory=dict)  # of one backward, see `contract.Trainer`
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A workload over a network. `skipped`: the reason if nothing was measured, otherwise empty.
-
-    `compute_s`: seconds per step in mode `compute`; 0 if no rate depends on it. `alpha_us`, `mb_per_s`: latency of an
-    all-reduce, and its rate in 1e6 bytes per second without latency (`dp_compile.calibrate`); 0 for one rank.
-    """
+    """A workload over a network."""
 
     workload: str
     network: str
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # per step in mode `compute`; 0 if no rate depends on it
     gradient_nbytes: int = 0
-    skipped: str = ""
+    skipped: str = ""  # the reason if nothing was measured, otherwise empty
     rate_mbit: float | None = None
-    alpha_us: float = 0.0
-    mb_per_s: float = 0.0
+    alpha_us: float = 0.0  # latency of an all-reduce (`dp_compile.calibrate`); 0 for one rank
+    mb_per_s: float = 0.0  # rate of an all-reduce in 1e6 bytes per second, without latency; 0 for one rank
     modes: tuple[ModeResult, ...] = ()
 
     def measured(self) -> dict[str, ModeResult]:

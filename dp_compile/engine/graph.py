@@ -180,8 +180,6 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> tup
 
 
 class _Builder:
-    """Builds the copy of a captured graph, and keeps the nodes inserted so far."""
-
     def __init__(self, captured: CapturedGraph, replicas: Sequence[Replica]) -> None:
         self.captured, self.replicas = captured, replicas
         self.graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -40,15 +40,12 @@ class ExplainedBucket(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A change of options with its gain: how much earlier backward and communication would end.
-
-    `share`: the gain as a share of the predicted end. `at_most`: the gain holds if the assumed backward is off by 2x.
-    """
+    """A change of options with its gain: how much earlier backward and communication would end."""
 
     change: str
     gain_s: float
-    share: float
-    at_most: bool = False
+    share: float  # the gain as a share of the predicted end
+    at_most: bool = False  # the gain is that for a backward of half or twice the assumed length
 
 
 class Explanation:
@@ -154,7 +151,6 @@ def _end_s(step: Step) -> float:
 
 
 def _why(step: Step, planned: Launch, released_by: str) -> str:
-    """Return the reason for a bucket's exposed time, "hidden" if it has none."""
     if planned.waited_s < SHORTEST_S:
         return "hidden"
     if planned.needed_s is not None:

@@ -155,8 +155,6 @@ def _ranges(events: Iterable[Event]) -> Iterator[_Range]:
 
 
 class _Timeline:
-    """A trace's events by kind, and the ranges of one module."""
-
     def __init__(self, events: Sequence[Event], ranges: Sequence[_Range], buckets: int) -> None:
         self.ranges, self._buckets = ranges, buckets
         kernels = {e.correlation: e for e in events if e.category in _KERNELS}
@@ -216,7 +214,7 @@ class _Timeline:
         return MeasuredBucket(*times_s)
 
     def _kernels_in(self, span: Event, *, any_thread: bool = False) -> list[Event]:
-        """What the host launched on a GPU in a range. Eager backwards launch from a thread of the device's."""
+        """Return the kernels launched in a range. `any_thread`: eager backwards launch from the device's thread."""
         first, last = bisect_left(self._called_us, span.begin_us), bisect_right(self._called_us, span.end_us)
         return [kernel for call, kernel in self._kernels[first:last] if any_thread or span.holds(call)]
 

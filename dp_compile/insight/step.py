@@ -39,17 +39,13 @@ def format_ms(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBucket:
-    """One bucket in one measured backward.
-
-    `start_s`, `finish_s`: start and end on the network; `None` if the source does not show them: they are between
-    launch and wait. `waited_s`: time for which compute waited for it. `wait_s`: start of the first wait.
-    """
+    """One bucket in one measured backward."""
 
     launch_s: float
-    finish_s: float | None
-    waited_s: float
-    start_s: float | None
-    wait_s: float
+    finish_s: float | None  # end on the network; `None`: the source does not show it, it is between launch and wait
+    waited_s: float  # duration of compute's waits for it
+    start_s: float | None  # start on the network, `None` as `finish_s`
+    wait_s: float  # start of the first wait
 
 
 class Followed(NamedTuple):
@@ -69,20 +65,15 @@ class Followed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The measurement of one rank's backward; `buckets` in the order of the plan.
+    """The measurement of one rank's backward."""
 
-    `backward_s`: duration including waits, without communication deferred to the next forward. `source`: the method of
-    measurement. `forward_s`, `optimizer_s`: `None` if the source does not show them. `follows`: updates and all-gathers
-    of optimizers, and the next forward that waits for them.
-    """
-
-    backward_s: float
-    buckets: tuple[MeasuredBucket, ...]
-    source: str
+    backward_s: float  # with waits, without communication deferred to the next forward
+    buckets: tuple[MeasuredBucket, ...]  # in the order of the plan
+    source: str  # method of measurement
     rank: int = 0
-    forward_s: float | None = None
-    optimizer_s: float | None = None
-    follows: tuple[Followed, ...] = ()
+    forward_s: float | None = None  # `None`: the source does not show it
+    optimizer_s: float | None = None  # `None`: the source does not show it
+    follows: tuple[Followed, ...] = ()  # updates, all-gathers, and the next forward that waits for them
 
     def __str__(self) -> str:
         updates = f", updates {format_ms(self.updates_s)}" if self.updates_s else ""
@@ -164,26 +155,21 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a replicated module.
+    """One step of a replicated module."""
 
-    `mode`: kind of reduction. `strategy`: of bucketing. `ready`: ready times, the input of `plan`. `cost`: of one
-    collective, for planning and prediction; `cost_source`: its source. `capture`: the latest captured backward.
-    `backwards`: counts by kind of reduction. `optimizers`: those that update in the backward.
-    """
-
-    mode: str
-    strategy: str
+    mode: str  # kind of reduction
+    strategy: str  # of bucketing
     world_size: int
     backend: Backend
     device: str
     plan: BucketPlan
-    ready: ReadyTimes
-    cost: AllReduceCost
+    ready: ReadyTimes  # input of `plan`
+    cost: AllReduceCost  # of one collective, for planning and prediction
     cost_source: str
-    capture: CaptureRecord | None = None
-    backwards: tuple[tuple[str, int], ...] = ()
+    capture: CaptureRecord | None = None  # of the latest captured backward
+    backwards: tuple[tuple[str, int], ...] = ()  # counts by kind of reduction
     measured: MeasuredStep | None = None
-    optimizers: tuple[OptimizerRecord, ...] = ()
+    optimizers: tuple[OptimizerRecord, ...] = ()  # that update in the backward
 
     @property
     def is_timed(self) -> bool:

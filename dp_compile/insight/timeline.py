@@ -25,18 +25,15 @@ LANES: Final = (COMPUTE, EXPOSED, NETWORK, *LINK_LANES.values())  # from top to 
 
 
 class Event(NamedTuple):
-    """A bar in a lane of a view, in seconds after the start of the backward.
-
-    `bucket`: its number in the plan. `launch_s`: time of its launch, before `start_s` if the network was busy.
-    """
+    """A bar in a lane of a view, in seconds after the start of the backward."""
 
     view: str
     lane: str
     name: str
     start_s: float
     end_s: float
-    bucket: int | None = None
-    launch_s: float | None = None
+    bucket: int | None = None  # number in the plan
+    launch_s: float | None = None  # before `start_s` if the network was busy
 
 
 def events_of(step: Step) -> list[Event]:

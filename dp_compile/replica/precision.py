@@ -36,9 +36,7 @@ used first, because Dynamo names graph inputs by it; the owner itself if a wrapp
 
 
 class _Cast(NamedTuple):
-    """A cast that replaces a parameter in its `_parameters`."""
-
-    container: dict[str, Any]
+    container: dict[str, Any]  # the owner's `_parameters`
     name: str
     original: torch.Tensor
     cast: torch.Tensor

@@ -87,8 +87,6 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """Measurement of a group's collectives. Every rank fits the same numbers."""
-
     group: Group
     device: torch.device
     repetitions: int  # of each size

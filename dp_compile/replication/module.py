@@ -303,7 +303,6 @@ def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> No
 # --- from a module to its state ---------------------------------------------------------------------------------
 
 states: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]]] = weakref.WeakKeyDictionary()
-"""The state of each replicated module."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
