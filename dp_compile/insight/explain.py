@@ -121,7 +121,7 @@ class Explanation:
 
     @cached_property
     def buckets(self) -> tuple[ExplainedBucket, ...]:
-        """All buckets in launch order. `why` names the largest gradient that releases a bucket or an earlier one."""
+        """All buckets in launch order. `why` names the largest gradient that releases it, maybe an earlier bucket's."""
         step, seen = self.step, self.step.measured
         alone = [None] * len(step.plan.buckets)
         planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)

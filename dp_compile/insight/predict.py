@@ -24,7 +24,7 @@ LINK_INSIDE: Final = "nvlink4"  # joins the ranks of a node in a prediction for 
 
 
 def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dtype: str | None = None) -> Step:
-    """Return the predicted step; see its `end_s`, `exposed_s` and `bound_s`. Arguments not given do not change.
+    """Return the predicted step; see its `end_s`, `exposed_s` and `bound_s`. Options not given keep their values.
 
     Buckets are replanned for the new speeds if the step's strategy is a planner, otherwise kept. A backward that was
     not timed keeps its assumed length: a faster network does not shorten it. `cost_source` and `ready.basis` have the

@@ -49,7 +49,7 @@ class MeasuredBucket:
 
 
 class Followed(NamedTuple):
-    """A range after reductions, in the backward or later: `update`, `gather` or `forward` (`engine/ranges.py`)."""
+    """Recorded work after reductions, in the backward or later: `update`, `gather`, `forward` (`engine/ranges.py`)."""
 
     what: str
     start_s: float

@@ -17,7 +17,7 @@ from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group with cached properties that every backward needs."""
+    """A process group with its properties, which every backward needs."""
 
     process_group: dist.ProcessGroup
     name: str

@@ -26,7 +26,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import UnsupportedModuleError
 from dp_compile.replica.module_names import class_name, fully_qualified
 
-ATTRIBUTE: Final = "_dp_compile_precision"  # of a module, for its `Precision`: an attribute because Dynamo traces it
+ATTRIBUTE: Final = "_dp_compile_precision"  # of a module, with its `Precision`, so that Dynamo finds it
 
 _PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
 

@@ -69,8 +69,8 @@ class CaptureRecord:
     """One captured backward that was compiled."""
 
     hooks: int  # gradient hooks called during tracing
-    reductions: int  # inserted into the graph by these hooks
-    completed: int  # reductions for parameters without a gradient
+    reductions: int  # in the graph, including those of flags and of parameters without a gradient
+    completed: int  # reductions of parameters without a gradient
     collectives: int  # counted in the graph after the last pass; planned if `cached`
     graphs: int
     cached: bool  # the code is from a compiler's cache, and the passes did not run

@@ -275,7 +275,7 @@ class Replica:
         return any(each.deferred is not None and each.deferred.has_in_flight for each in self.after.updates)
 
     def wait_for_updates(self) -> None:
-        """Do the updates that optimizers have deferred to the next forward."""
+        """Complete the updates that optimizers have deferred to the next forward."""
         for each in self.after.updates:
             if each.deferred is not None:
                 each.deferred.complete()
@@ -384,7 +384,7 @@ def warn(logger: logging.Logger, message: str, *args: object, **options: Any) ->
 
 
 class Owners:
-    """Map of parameters to replicas. It keeps no module alive, and a replica while one of its owning modules lives."""
+    """Map of parameters to replicas. Keeps no module alive. A replica lives as long as an owning module of it."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}  # by `id`; `_forget` removes dead replicas
@@ -406,7 +406,7 @@ class Owners:
         self._all.remove(replica)
 
     def _forget(self, replica: Replica | None) -> None:
-        """Remove the entries of a replica, of dead replicas if it is `None`."""
+        """Remove the entries of a replica, or of dead replicas if it is `None`."""
         self._of = {identity: entry for identity, entry in self._of.items() if entry[0]() is not replica}
 
     def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:

@@ -78,7 +78,7 @@ def write_status(store: distributed.Store, rank: int, status: RankStatus) -> Non
 
 
 def read_statuses(store: distributed.Store, ranks: Iterable[int]) -> dict[int, RankStatus]:
-    """Return the latest published statuses of these ranks, by rank in the default group."""
+    """Return the latest status of these ranks, by rank in the default group. Omits ranks that have published none."""
     keys = {rank: _STATUS_KEY.format(rank) for rank in ranks}
     if not store.check(list(keys.values())):  # reading a key that was never set would block
         keys = {rank: key for rank, key in keys.items() if store.check([key])}

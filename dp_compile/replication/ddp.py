@@ -63,7 +63,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         try:
             given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
             options = merge_options(given.get("config"), {name: given[name] for name in OPTIONS & given.keys()})
-        except (TypeError, ConfigError):  # a copy or unpickling; otherwise __init__ raises the error, on all ranks
+        except (TypeError, ConfigError):  # copying or unpickling; otherwise __init__ raises the error, on all ranks
             return super().__new__(cls)
         if options.uses_python_hook():
             return super().__new__(cls)
@@ -156,7 +156,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
 
-    _dp_compile_wraps = True  # a mark for `inner_module`
+    _dp_compile_wraps = True  # `inner_module` looks for this attribute
     no_sync, register_comm_hook = ReplicatedModule.no_sync, ReplicatedModule.register_comm_hook
 
     def join(

@@ -133,7 +133,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
         (where, name)
         for where in ("_modules", "_parameters", "_buffers")
         for name in vars(ReplicatedModule)
-        if name in getattr(module, where)  # a ScriptModule's cannot be iterated over
+        if name in getattr(module, where)  # only `in`: the mapping of a ScriptModule is not iterable
     )
     key = (kind, waiting, casts, named_as_ours)
     if key in _classes:
@@ -192,7 +192,7 @@ def _without_our_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _casting_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    # Do not copy attributes: torch.compile marks what it decorates, and Dynamo would treat this function as marked.
+    # Do not copy attributes: a mark of torch.compile on `kind.forward` would make Dynamo treat this function as marked.
     @functools.wraps(kind.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         precision: Precision | None = self.__dict__.get(ATTRIBUTE)

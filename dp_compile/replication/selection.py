@@ -160,7 +160,7 @@ def device_of(given: int | torch.device, option: str) -> torch.device:
 
 
 def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
-    """Raise UnsupportedModuleError if torch's DDP, FSDP or `replicate` manages the module, or parts share a parameter.
+    """Raise UnsupportedModuleError if torch's DDP, FSDP or `replicate` manages the module, or a part shares parameters.
 
     `parts`: submodules replicated before. Submodules managed by `fully_shard` are allowed; the module itself is not.
     """
