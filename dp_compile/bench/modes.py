@@ -176,7 +176,7 @@ def functional(workload: Workload, backend: str = "inductor") -> Trainer:
 
     This is SimpleFSDP's `mode="replicate"` (arXiv 2411.00284) on plain tensors. Each parameter passes through a
     function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the overlap on a
-    GPU. On a CPU that fails, because it queries Triton for bandwidths (torch 2.13): there it only buckets.
+    GPU. On a CPU scheduling fails, because Inductor queries Triton for bandwidths (torch 2.13): there it only buckets.
     """
     inductor.config.load_config(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
     return Loop(workload, lambda model: torch.compile(_ReducedInBackward(model), backend=backend, fullgraph=True))

@@ -107,7 +107,7 @@ class History:
     """Counts and records of a module's backwards."""
 
     backwards: Counter[str] = field(default_factory=Counter)  # by kind of reduction
-    synced_backwards: int = 0  # ended with reduced gradients; a warm-up resets it
+    synced_backwards: int = 0  # ended with reduced gradients; a warm-up restores it
     captures: dict[int, CaptureRecord] = field(default_factory=dict)  # by the number of the compiled code
     captures_of_other_plans: int = 0  # compiled for earlier plans
     compiled_after: int = 0  # synchronised backwards before the latest one that compiled code

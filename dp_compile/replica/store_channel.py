@@ -262,8 +262,8 @@ def channel_of(who: Replica | Group) -> StoreChannel | None:
 def unique_topic(who: Replica | Group, about: str) -> str:
     """Return a topic that is unique among all `unique_topic` calls of these ranks.
 
-    Public counts are not unique: a failed backward is repeated under the same count, and `warmup` resets counts. A rank
-    would then read an old value.
+    Public counts are not unique: a failed backward is repeated under the same count, and `warmup` restores counts. A
+    rank would then read an old value.
     """
     topic = f"dp_compile.{about}/{who.name}" if isinstance(who, Group) else f"{who.module.topic}/{about}"
     _meetings[topic] += 1
