@@ -1,14 +1,14 @@
-"""Apply a plan: the reductions of a bucket become its stages. The only pass that creates or erases collectives.
+"""Apply a plan: replace the reductions of a bucket by its stages. No other pass creates or erases collectives.
 
     reduce_grad(a)  reduce_grad(b)   ->   flat_bucket(a, b) -> all_reduce -> wait
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
-On two levels of network there are three stages, with a wait after each. Where ranks keep parts there is only the first;
-an update then gets the part instead of each member.
+On two network levels there are three stages, each followed by its wait. If ranks keep shards, there is only the first
+stage, and an update reads the shard instead of each member.
 
-Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order: no
-copy in or out. The factor of the average goes into what computes a gradient; else `flat_bucket` applies it on the way.
+Gradients are computed inside the bucket (`passes/lowering.py`), in their parameters' memory order: no copy in or out.
+The averaging factor is folded into the op that computes a gradient. If that is impossible, `flat_bucket` applies it.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @dataclass(frozen=True, slots=True)
 class BucketReductions:
-    """The stages of each bucket of each plan, in the plan's order.
+    """Replace the reductions of each bucket by its stages, in the plan's order.
 
-    `zero_gaps`: write zeros between members. By default only where NCCL looks for NaN in all that it sends: what is
-    uninitialised may look like one.
+    `zero_gaps`: write zeros between members. Default: if NCCL checks for NaN, which uninitialised memory may contain.
     """
 
     zero_gaps: bool = field(default_factory=lambda: nan_check_is_on())
     name: ClassVar[str] = "bucket-reductions"
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        # Positions once for all buckets: they take as long as the graph is large.
+        # Compute positions once for all buckets: the time is linear in the size of the graph.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
         for replica, found in sorted(planned_reductions(graph, plans).items()):
@@ -70,19 +69,19 @@ class BucketReductions:
             order = launch_order([bucket.key.reduction.stages for bucket in plan.buckets])
             launches += [staged[number][stage] for number, stage in order]
         edit.replace_uses(views)
-        # A reduced gradient may have been used before the last member of its bucket was ready.
+        # The graph may read a reduced gradient before it computes the last member of the bucket.
         edit.reorder(graph, edit.stable_order(graph, chain=chain_of(launches)))
-        graph.eliminate_dead_code()  # the reductions, and views and casts that only they read
+        graph.eliminate_dead_code()  # the reductions, and their views and casts
         return PassResult()
 
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
-    """Launches in their order, each right after the wait for the stage before it."""
+    """Return launches in their order, each preceded by the waits for the previous stage of its bucket."""
     return list(dict.fromkeys(node for launch in launches for node in (*waits_before(launch), launch)))
 
 
 def waits_before(launch: fx.Node) -> list[fx.Node]:
-    """The waits for the stages before a launch; none before the first, which is given a bucket."""
+    """Return the waits for the previous stage of a launch; empty for a first stage, which reads the bucket."""
 
     def is_between(node: fx.Node) -> bool:
         is_ours = edit.provenance_of(node) is not None
@@ -92,14 +91,15 @@ def waits_before(launch: fx.Node) -> list[fx.Node]:
 
 
 def nan_check_is_on() -> bool:
-    """Whether torch's NCCL looks for NaN in what it is given."""
+    """Return whether torch's NCCL backend checks its inputs for NaN."""
     return os.environ.get("TORCH_NCCL_NAN_CHECK", "").strip().lower() in ("1", "y", "yes", "t", "true")
 
 
 def planned_reductions(graph: fx.Graph, plans: Sequence[BucketPlan]) -> dict[int, dict[int, fx.Node]]:
-    """The reductions of a graph by replica and index.
+    """Return the reductions of a graph by replica and gradient index.
 
-    An error if one is not planned, there twice or of another kind of tensor, or one of these replicas' is missing.
+    Raises `InvalidGraphError` if one is not planned, is repeated or has another shape, dtype or device, or if a replica
+    with reductions in the graph lacks a planned one.
     """
     planned = {(replica, each.index): each for replica, plan in enumerate(plans) for each in plan.gradients}
     found: dict[int, dict[int, fx.Node]] = {}
@@ -124,9 +124,9 @@ def planned_reductions(graph: fx.Graph, plans: Sequence[BucketPlan]) -> dict[int
 
 @dataclass(slots=True)
 class GraphOps:
-    """Puts into a graph, in front of a node, what `reduce_bucket` asks for.
+    """Implementation of `Ops` that inserts nodes into a graph, before the node `before`.
 
-    `reductions`: the node that each member replaces. `unit`: replica and bucket, by position.
+    `reductions`: the `reduce_grad` node of each member. `unit`: positions of replica and bucket.
     """
 
     graph: fx.Graph
@@ -147,7 +147,7 @@ class GraphOps:
         return [node.all_input_nodes[0] for node in self.reductions]
 
     def view_back(self, reduced: fx.Node, place: int) -> fx.Node:
-        """A member of the reduced bucket as a view, with the strides that it had when it was traced."""
+        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter's differ."""
         gradient, offset, member = self.bucket.members[place].gradient, self.bucket.members[place].offset, (place,)
         shape, promised = list(gradient.shape), tuple(self.reductions[place].meta["val"].stride())
         # A dimension of size one may have any stride.
@@ -155,7 +155,7 @@ class GraphOps:
         if 0 in shape or all(alike):
             return self.make(aten.as_strided.default, reduced, shape, list(promised), offset, members=member)
         view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
-        # Compiled code of its readers relies on these strides, which are not the parameter's.
+        # Compiled readers rely on the traced strides, which differ from the parameter's.
         order = sorted(range(len(shape)), key=lambda dimension: (-promised[dimension], dimension))
         flat = self.make(aten.reshape.default, self.make(aten.permute.default, view, order), [gradient.numel])
         return self.make(aten.as_strided.default, flat, shape, list(promised), members=member)
@@ -166,7 +166,7 @@ class GraphOps:
         return [self.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 
     def factor(self, *, last: bool) -> fx.Node | None:
-        """The factor before or after the stages, if code asks for it when it runs; `None`: it is a constant."""
+        """Return a node for the factor before or after the stages if it is read at run time; `None` if constant."""
         if self.bucket.key.reduction.given < (2 if last else 1):
             return None
         return self.make(FACTOR, *self.unit, last, self.gradients[0].meta["val"].device)
@@ -182,7 +182,7 @@ class GraphOps:
         offsets, numbers = [member.offset for member in members], tuple(range(len(members)))
         gaps = self.zero_gaps and self.bucket.padding_nbytes > 0
         more: tuple[Any, ...] = gaps, dtype, factor
-        while more and more[-1] in (None, False):  # as by default
+        while more and more[-1] in (None, False):  # omit default values
             more = more[:-1]
         sources, scales = [node for node, _, _ in put], [each for _, each, _ in put]
         strides = [step for _, _, stride in put for step in stride]
@@ -193,14 +193,14 @@ class GraphOps:
     def source_of(
         self, gradient: fx.Node, stride: tuple[int, ...], scale: float, dtype: torch.dtype | None
     ) -> tuple[fx.Node, float, tuple[int, ...]]:
-        """What a bucket gets for a gradient, the factor that it applies to it, and its memory order."""
+        """Return the node that the bucket stores for a gradient, the factor still to apply, and its strides."""
         source, stride = without_views(gradient, stride)
         if dtype is not None and source.target in _CASTS and len(source.users) == 1:
-            # A gradient that was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
+            # Send a gradient in bfloat16 if it was computed in bfloat16 and only cast to the parameter's float32.
             narrow, wide = source.all_input_nodes[0], source.meta["val"].dtype
             if narrow.meta["val"].dtype == dtype and torch.promote_types(dtype, wide) == wide:
                 source, stride = without_views(narrow, stride)
-        # A source narrower than the wire is widened first: the product would be rounded once more.
+        # Do not fold into a source narrower than the wire dtype: the product would be rounded twice.
         kind = source.meta["val"].dtype
         fits = dtype is None or torch.promote_types(kind, dtype) == kind
         folded = fits and fold_factor(source, scale, edit.Provenance(self.unit))
@@ -240,29 +240,27 @@ class GraphOps:
         return self.make(prims.convert_element_type.default, tensor, dtype)
 
 
-# --- what computes a gradient, and how that takes in the factor of an average ---
+# --- folding the averaging factor into the op that computes a gradient ---
 #
-# permute(view(mm(a, b)))                 ->  mm, and the strides that it has to write with
+# permute(view(mm(a, b)))                 ->  mm, and the strides of its output
 # mm(a, b), addmm(c, a, b), bmm, baddbmm  ->  the same with alpha * scale (and beta * scale): no pass over the result
 # index_put(zeros, rows, values)          ->  index_put(zeros, rows, values * scale)
 
-_VIEWS: Final = (
+_VIEWS: Final = (  # of all elements, in another shape or order of dimensions
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.unsqueeze.default, aten.permute.default,
 )  # fmt: skip
-"""Have all the elements of their input, in another shape or order of dimensions."""
 _CASTS: Final = (aten._to_copy.default, prims.convert_element_type.default)
-SCATTERED: Final[dict[Any, int]] = {
+SCATTERED: Final[dict[Any, int]] = {  # position of the values among the arguments
     aten.index_put.default: 2,
     aten._unsafe_index_put.default: 2,
     aten._unsafe_masked_index_put_accumulate.default: 3,
 }
-"""Where the values stand among the arguments."""
 _ZEROS: Final = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 def without_views(node: fx.Node, stride: tuple[int, ...]) -> tuple[fx.Node, tuple[int, ...]]:
-    """The node of which `node` is a view for no other user, and its strides if `node` has `stride`."""
+    """Return the source of `node` through views with one user, and the source's strides if `node` has `stride`."""
     while node.target in _VIEWS and len(node.users) == 1:
         source = node.all_input_nodes[0]
         value = torch.empty_strided(node.meta["val"].shape, stride, device="meta")
@@ -272,14 +270,14 @@ def without_views(node: fx.Node, stride: tuple[int, ...]) -> tuple[fx.Node, tupl
         else:
             try:
                 value = value.view(source.meta["val"].shape)
-            except RuntimeError:  # no strides of the source do that
+            except RuntimeError:  # no strides of the source give this view
                 break
         node, stride = source, value.stride()
     return node, stride
 
 
 def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    """Let a node with one user at most compute `factor` times its result. Returns whether it does now."""
+    """Fold `factor` into the op of a node with at most one user. Return whether the node now applies the factor."""
     if factor == 1.0:
         return True
     if len(node.users) > 1 or not node.meta["val"].is_floating_point():
@@ -288,7 +286,7 @@ def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bo
         left, right = cast(tuple[fx.Node, fx.Node], node.args)
         if not statically_known_true(right.meta["val"].shape[-2] > 0):
             return False
-        # With beta = 0 what is added is not read; a row of the right factor has its shape and costs no memory.
+        # With beta = 0 the addend is not read. A row of the right operand has its shape and needs no memory.
         batched = node.target is aten.bmm.default
         row, given = (aten.slice.Tensor, (right, 1, 0, 1)) if batched else (aten.select.int, (right, 0, 0))
         node.args = (edit.insert_call(node.graph, node, row, given, provenance), left, right)
@@ -304,7 +302,7 @@ def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bo
     if (position := SCATTERED.get(node.target)) is not None:
         base, values = cast(tuple[fx.Node, fx.Node], (node.args[0], node.args[position]))
         is_zero = base.target in _ZEROS or (base.target is aten.full.default and base.args[1] == 0)
-        # Of no values at all, none would bear the factor.
+        # Empty values cannot carry the factor.
         if not is_zero or not statically_known_true(values.meta["val"].numel() > 0):
             return False
         node.update_arg(position, edit.insert_call(node.graph, node, aten.mul.Tensor, (values, factor), provenance))

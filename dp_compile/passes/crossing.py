@@ -1,16 +1,16 @@
-"""Reductions that end after the backward: the op that lets them go on, and the op that waits for them.
+"""Ops for reductions that end after the backward: one leaves them in flight, one waits for them.
 
     backward                                            next forward
       all_reduce(bucket)                                  wait_for_parameters([weights that are read first])
       leave_in_flight([bucket], ...)                      ... reads them
                                                           wait_for_parameters([the next ones])
 
-The first op hands launched reductions to an optimizer, which keeps them. The second one stands in front of the first
-reader of some parameters: it waits for what is in flight of these, and lets the optimizer update them. Both go by the
-memory of a parameter and by nothing else, so that code of a forward serves every plan, and every module of its class.
+The first op passes launched reductions to an optimizer, which keeps them. The second op precedes the first reader of
+some parameters: it waits for their reductions, and the optimizer updates them. A parameter is identified by its memory
+address alone. So compiled code of a forward works for every plan and every module of its class.
 
-The second op writes to parameters, and only Inductor's scheduler may know it: put into a graph in front of AOTAutograd
-such an op is silently wrong (torch 2.13: it makes copies of what is mutated). So both are put into the final graph.
+The second op mutates parameters. AOTAutograd copies mutated tensors (torch 2.13), so the op would silently be wrong in
+a graph that it traces. Both ops are therefore inserted into the final graph, where only Inductor's scheduler sees them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from dp_compile.plan.crossing import why_not_left
 
 
 class InFlight(Protocol):
-    """An update whose gradients are on their way."""
+    """A parameter update whose reductions are in flight."""
 
     def complete(self) -> None:
-        """Wait, and let the parameters be those of the step. Does nothing the second time."""
+        """Wait for the reductions and update the parameters; no-op after the first call."""
 
 
-in_flight: dict[int, InFlight] = {}
-"""By the address of each parameter whose update is in flight: of all modules, as a forward has no other
-key."""
+in_flight: dict[int, InFlight] = {}  # by parameter address, for all modules: compiled forwards have no other key
 
 
 def wait_for_parameters(parameters: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> None:
-    """Let nothing be in flight of these parameters. `after` only orders: what is computed before."""
+    """Complete the updates in flight of these parameters. `after` is not read; it only orders the op after a node."""
     if in_flight:
         for parameter in parameters:
             found = in_flight.get(parameter.data_ptr())
@@ -65,15 +63,14 @@ _WAIT = "wait_for_parameters(Tensor(a!)[] parameters, Tensor? after=None) -> ()"
 LEAVE = has_side_effect(make_op(_LEAVE, _leave))
 WAIT_FOR_PARAMETERS = has_side_effect(make_op(_WAIT, wait_for_parameters))
 START = has_side_effect(make_op("forward_starts(bool training, bool of_part) -> ()", nothing))
-"""Traced where the forward of a module or of a part starts, for the backend: see `take_starts_out`. Takes the module's
-mode: a forward that breaks in evaluation, where Dynamo keeps of it only that it does, is another code in training."""
+"""Traced at the start of the forward of a module or of a part, for the backend: see `take_starts_out`. The argument
+`training` makes Dynamo guard on the mode: a forward that graph-breaks in evaluation only is compiled in training."""
 
 
 def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
-    """Whether the forwards of a module and of a part start in a graph of Dynamo's; the ops are taken out of it.
+    """Remove the `START` ops from a Dynamo graph. Return whether it starts the forward of a module, and of a part.
 
-    A part that is computed again in the backward starts in a graph inside (`torch.utils.checkpoint`), where torch
-    refuses an op that has effects (2.13).
+    A checkpointed part starts in a nested graph (`torch.utils.checkpoint`), where torch 2.13 rejects ops with effects.
     """
     of_part = set[bool]()
     for each in graph_module.modules():
@@ -86,9 +83,9 @@ def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
 
 
 def defer_reductions(graph: fx.Graph, plans: Sequence[BucketPlan], crosses: Sequence[Sequence[bool]]) -> None:
-    """Let updates of whole buckets go on after a captured backward. After all passes: the graph then lacks waits.
+    """Defer updates of whole buckets past a captured backward. Runs after all passes, because it removes waits.
 
-    `crosses`: for each replica and optimizer, whether it keeps what is in flight.
+    `crosses`: for each replica and optimizer, whether it keeps reductions in flight.
     """
     for node in graph.find_nodes(op="call_function", target=UPDATE):
         update = read_update(node)
@@ -97,13 +94,13 @@ def defer_reductions(graph: fx.Graph, plans: Sequence[BucketPlan], crosses: Sequ
 
 
 def _defer(graph: fx.Graph, node: fx.Node, update: Update, plan: BucketPlan) -> None:
-    def is_between(node: fx.Node) -> bool:  # gradients and the waits of their reductions: a view or a cast
+    def is_between(node: fx.Node) -> bool:  # a view or cast between wait and update
         return node.op == "call_function" and not is_collective(node) and not is_wait(node)
 
     found = edit.sources_of(update.gradients, is_between)
     between, waits = set(filter(is_between, found)), set(filter(is_wait, found))
     if any(user not in {*between, node} for each in (*between, *waits) for user in each.users):
-        return  # Other nodes read what was reduced: flags, another optimizer, the output of the graph.
+        return  # Other nodes read the reduced values: flags, another optimizer, the graph's output.
     launched = dict[int, fx.Node]()
     for wait in waits:
         made_for = edit.provenance_of(wait)
@@ -122,12 +119,12 @@ def _defer(graph: fx.Graph, node: fx.Node, update: Update, plan: BucketPlan) -> 
 
 @dataclass(frozen=True, slots=True)
 class CompleteBeforeUse:
-    """Let a forward's graph wait for updates of parameters right in front of what reads them first.
+    """Insert waits for parameter updates into a forward graph, each right before the first reader.
 
     Args:
-        parameters: which inputs of the graph are parameters, by position among `inputs`.
-        inputs: how many inputs the graph has; with another number, it is not known which of them are parameters.
-        most: into how many ops the parameters are divided, about: each costs 2 to 3 microseconds (torch 2.13, CPU).
+        parameters: positions of the parameters among the graph's inputs.
+        inputs: number of graph inputs; if the graph has another number, all its tensors are waited for at the start.
+        most: approximate limit of wait ops, each of which costs 2 to 3 microseconds (torch 2.13, CPU).
     """
 
     parameters: tuple[int, ...]
@@ -137,7 +134,7 @@ class CompleteBeforeUse:
     def __call__(self, graph: fx.Graph) -> None:
         inputs = graph.find_nodes(op="placeholder")
         if any(node.name.startswith("tangents") for node in inputs):
-            return  # A backward: the forward has read what it reads.
+            return  # A backward graph: the forward has waited for its parameters.
         nodes, position, first = list(graph.nodes), edit.positions(graph), dict[fx.Node, fx.Node]()
         if len(inputs) == self.inputs:
             for node in (inputs[each] for each in self.parameters):
@@ -151,7 +148,7 @@ class CompleteBeforeUse:
         for group in (read[start : start + size] for start in range(0, len(read), max(1, size))):
             reader = first[group[0]]
             with graph.inserting_before(reader):
-                # Else Inductor puts every wait at the start, as nothing computed goes into it.
+                # Without a computed input, Inductor would schedule every wait at the start.
                 before = reversed(nodes[: position[reader]])
                 after = next((node for node in before if node.target in _PRODUCTS), None)
                 graph.call_function(WAIT_FOR_PARAMETERS, (group, after)).meta["val"] = None
@@ -160,4 +157,4 @@ class CompleteBeforeUse:
 _PRODUCTS: Final = frozenset(
     op for name in ("mm", "addmm", "bmm", "baddbmm", "convolution") for op in [getattr(torch.ops.aten, name).default]
 )
-"""Kernels of libraries, whose results lie in memory in any case."""
+"""Library kernels: Inductor stores their results in memory in any case."""

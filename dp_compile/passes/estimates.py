@@ -1,7 +1,7 @@
-"""When each gradient of a captured graph is ready, by the work of the nodes before it. Reads only.
+"""Estimate when each gradient of a captured graph is ready, from the work of the nodes before it. Read-only.
 
-What follows a collective of the model's own, as of tensor parallel, waits for it. That it and reductions slow each
-other down is not modelled: tensor parallel is mostly inside a node, where a reduction between nodes takes other links.
+Compute waits for the model's own collectives, as in tensor parallel. Contention between them and reductions is not
+modelled: tensor parallel mostly runs inside a node, and reductions between nodes use other links.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
 
 logger = logging.getLogger("dp_compile.estimates")
 
+# Ridge points of rooflines, in FLOPs per byte of memory traffic. Typical machines; only ratios between nodes matter.
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
-"""Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
-
+# Memory bandwidth: the order of magnitude of one core; else the vendor's figure of an H100 SXM, for other devices too.
 _BYTES_PER_S: Final = defaultdict(lambda: 3.35e12, cpu=15e9)
-"""What memory moves: of one core, an order of magnitude; of an H100 SXM, the vendor's figure, for other devices too."""
 
-Values = Mapping[fx.Node, Any]
-"""The results of nodes: fake tensors of static sizes, alone or in lists. A node without one counts as no work."""
+Values = Mapping[fx.Node, Any]  # results of nodes: fake tensors of static sizes, or lists; a node without one: no work
 
 
 class Accumulation(NamedTuple):
-    """Where a graph accumulates a gradient, and what made that. `adds`: whether it is added to one that was there."""
+    """The node that accumulates a gradient, and the gradient. `adds`: whether it is added to an existing `.grad`."""
 
     node: fx.Node
     gradient: fx.Node
@@ -45,12 +43,11 @@ class Accumulation(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Of a gradient, as shares of the graph's work: when it is ready, and the work that nothing but it needs.
+    """When a gradient is ready, and its own work, which only this gradient needs; as shares of the graph's work.
 
-    Ready if gradients are launched in the order of the graph: what only later ones need comes after (`overlap.py`).
-    `backward_s`: how long all of it takes at `_BYTES_PER_S`. A GPT and a ResNet of the benchmark take 0.96 and 0.77 of
-    that, 1,000 small layers 6 times as long, one large embedding 0.23 (one CPU core, 2026-11-28). `may_wait`: see
-    `_may_wait`.
+    `ready`: for launches in graph order, before the work that only later launches need (`overlap.py`). `backward_s`:
+    duration of the graph at `_BYTES_PER_S`. A GPT and a ResNet of the benchmark take 0.96 and 0.77 of that, 1,000 small
+    layers 6 times as long, one large embedding 0.23 (one CPU core, 2026-11-28). `may_wait`: see `_may_wait`.
     """
 
     ready: float
@@ -60,18 +57,18 @@ class Shares(NamedTuple):
 
 
 def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[Shares]:
-    """For each accumulation of a graph when its gradient is ready.
+    """Return the `Shares` of each accumulation of a graph.
 
-    Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
-    Patterson, CACM 2009); FLOPs as torch's flop counter has them. Of a collective it is what memory moves while a
-    nominal link carries it. A graph without work gives each the share 1.
+    The work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
+    Patterson, CACM 2009). torch's flop counter gives the FLOPs. The work of a collective is the memory traffic possible
+    while a nominal link carries it. In a graph without work, each gradient is ready at 1.
     """
     if not accumulations:
         return []
     at = {each.node: each for each in accumulations}
     nodes = list(accumulations[0].node.graph.nodes)
     position = {node: place for place, node in enumerate(nodes)}
-    # Compute does not move around collectives of the model (`overlap.py`).
+    # Compute is not reordered in a graph with collectives of the model (`overlap.py`).
     only = {} if any(map(is_collective, nodes)) else _only_for(nodes, at)
     shared, shared_until, own = 0.0, dict[fx.Node, float](), dict.fromkeys(at, 0.0)
     for node in nodes:
@@ -88,7 +85,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
     total = shared + sum(own.values())
 
     def made(each: Accumulation) -> int:
-        # A DTensor comes after all that the backward computes, but no code waits for more than its parts.
+        # The graph builds a DTensor after the whole backward, but the gradient only needs its local parts.
         return max(map(position.__getitem__, dynamo.parts_of_subclass(each.gradient) or [each.node]))
 
     in_order = sorted(accumulations, key=made)
@@ -103,7 +100,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
 
 
 def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """For each node the one accumulation that needs it; `None`: several do, or something else of the graph."""
+    """Return for each node the only accumulation that depends on it; `None`: several, or another output."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in reversed(nodes):
         needed_by = {found[user] for user in node.users}
@@ -114,11 +111,10 @@ def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> di
 def _may_wait(
     accumulations: Sequence[Accumulation], only: Mapping[fx.Node, fx.Node | None], values: Values
 ) -> set[fx.Node]:
-    """The last accumulations of a graph whose own work may all come at the end of the backward.
+    """Return the last accumulations of a graph whose own work may run at the end of the backward.
 
-    Until then what it reads stays in memory. That is allowed as far as there was room at the start, for what the
-    backward was given and all gradients (as in torch's DDP, `overlap.py`): mostly for all of it, for little where
-    activations are computed again.
+    The inputs of this work stay in memory until then. They may take as much memory as the backward's inputs and the
+    gradients (as in torch's DDP, `overlap.py`). This usually admits all of them, but few with activation checkpointing.
     """
     nodes = accumulations[0].node.graph.nodes
     read = {each.node: dict[Storage, int]() for each in accumulations}
@@ -147,7 +143,7 @@ def _may_wait(
 
 
 def _sending(node: fx.Node, values: Values) -> float:
-    """What memory moves while a collective of the model is carried; nothing if it is not known what it carries."""
+    """Return the memory traffic in bytes possible during a collective of the model; 0 if its tensors are unknown."""
     given, made = (list(tensors_in(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
     group = node.args[-1]
     if not given or not made or not isinstance(group, str):
@@ -162,10 +158,10 @@ def _sending(node: fx.Node, values: Values) -> float:
 def _work(node: fx.Node, values: Values) -> float:
     is_call = node.op in ("call_function", "call_method")
     if not is_call or node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
-        return 0.0  # the lists that these take and make hold other fake tensors for the same memory
+        return 0.0  # their lists hold distinct fake tensors of the same memory
     outputs = list(tensors_in(values.get(node)))
     inputs = [tensor for each in node.all_input_nodes for tensor in tensors_in(values.get(each))]
-    # What writes into an input counts as a view, too: rare.
+    # An op that writes into an input counts as a view, too; this is rare.
     if storages_in(outputs).keys() <= storages_in(inputs).keys():
         return 0.0
     nbytes = float(sum(tensor.nbytes for tensor in (*inputs, *outputs)))
@@ -181,10 +177,10 @@ def _work(node: fx.Node, values: Values) -> float:
 
 
 def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx.Node, Any]:
-    """A fake tensor, or a list of them, for each node of which the inputs of a backward tell it.
+    """Return a fake tensor, or a list of them, for each node whose value follows from a backward's inputs.
 
-    No code of the user's runs: of a function written in Python the engine's check of its outputs tells the shapes.
-    Among the hooks that are given are also meshes, of which AOTAutograd's code makes DTensors.
+    No user code runs: the shapes of a Python autograd function come from the engine's validation of its outputs.
+    The `hooks` also contain meshes, from which AOTAutograd's code builds DTensors.
     """
     inputs = dict(zip(("inputs", "sizes", "scalars", "hooks"), given, strict=False))
     values: dict[fx.Node, Any] = {}
@@ -200,7 +196,7 @@ def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx
             except LookupError:
                 pass
             except Exception as error:
-                # Fake tensors cannot run the op, for any reason: its output is unknown, and all that follows from it.
+                # The op fails on fake tensors, for any reason: its result and all that depend on it are unknown.
                 logger.debug("what %s makes is not known: %s", node, error)
             else:
                 values[node] = value
@@ -212,19 +208,19 @@ def _fake(mode: Any, value: Any) -> Any:
 
 
 def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
-    """The engine's check of a gradient adds up what was broadcast, and casts."""
+    """Return a gradient after the engine's validation, which sums over broadcast dimensions and casts."""
     if like is None or (isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)):
         return value
     return like.make()
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What a call makes, or a `LookupError`: that is not known, or other code would run."""
+    """Return the result of a call. Raise `LookupError` if it is unknown or the call would run other code."""
     if checked := dynamo.validated_outputs(node):
         return [_as_checked(values.get(output), like) for output, like in checked]
     hooked = node.args[1] if node.target is dynamo.call_hook else None
     if isinstance(hooked, fx.Node) and node.kwargs.get("hook_type") != "unpack_hook":
-        return values[hooked]  # as it mostly is: a hook may give another tensor, of the same shape
+        return values[hooked]  # approximation: a hook may return another tensor, of the same shape
     if node.op != "call_function" or not dynamo.computes_only(node.target):
         raise LookupError(node.name)
     assert callable(node.target)

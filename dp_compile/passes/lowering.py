@@ -1,11 +1,11 @@
-"""How Inductor turns the op that fills a bucket into memory that producers write into.
+"""Inductor lowering of the op that fills a bucket: producers write into the memory of the bucket.
 
-The bucket is allocated before its members are computed: a matrix product gets its part of the bucket as `out=`,
-generated code stores there, the factor included. Nothing is copied but gradients whose kernel allocates its result
-itself, and those that other nodes read. Memory of large buckets is that of the last backward (`memory.py`).
+The bucket is allocated before its members are computed. A matrix product gets its part of the bucket as `out=`.
+Generated code stores there, with the factor applied. A gradient is copied only if its kernel allocates the result
+itself, or if other nodes read it. Large buckets reuse the memory of the last backward (`memory.py`).
 
-Gaps between members are undefined unless the op says zeros: the collective adds them up, but no reader looks at them,
-except for NCCL's own check for NaN.
+Gaps between members are undefined unless the op requests zeros. Collectives reduce them; only NCCL's NaN check reads
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CAST, _MULTIPLY = torch.ops.prims.convert_element_type.default, torch.ops.aten.
 
 
 class Written(NamedTuple):
-    """How compiled code fills the place of a member, by its position in the bucket `unit`, by replica and number."""
+    """Whether compiled code copies a member into its bucket. `unit`: replica and bucket. `position`: the member's."""
 
     unit: tuple[int, int]
     position: int
@@ -44,7 +44,7 @@ _observer: ContextVar[Callable[[Written], None] | None] = ContextVar("dp_compile
 
 @contextlib.contextmanager
 def observing(observer: Callable[[Written], None]) -> Iterator[None]:
-    """Call `observer` with every member of every bucket that is lowered inside, in this thread."""
+    """Call `observer` for every member of every bucket that this thread lowers in this context."""
     token = _observer.set(observer)
     try:
         yield
@@ -102,7 +102,7 @@ def _lower(
 
 
 def _writers(bucket: Any) -> Iterator[Any]:
-    """What writes into a bucket, also through one that lies in it; and these themselves."""
+    """Return a bucket and all buffers that write into it, recursively for nested buckets."""
     yield bucket
     for each in bucket.inputs if isinstance(bucket, ir.ConcatKernel) else ():
         yield from _writers(each)
@@ -112,7 +112,7 @@ inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
 
 
 def _lower_handing_over(op: Any, number: int, *args: Any) -> None:
-    """Of an op that hands out tensors, argument `number`, to readers that outlive the code: a network, an optimizer."""
+    """Lower an op whose tensors, argument `number`, are read after the code: by the network or an optimizer."""
     for each in args[number]:
         each.realize()
         inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(each).get_name())
@@ -124,7 +124,7 @@ inductor.register_lowering(UPDATE, type_promotion_kind=None)(partial(_lower_hand
 
 
 def _can_be_moved(gradient: Any, part: Any) -> bool:
-    """Whether what computes a gradient can write it into its part of the bucket."""
+    """Return whether the kernel that computes a gradient can write into its part of the bucket."""
     if not isinstance(gradient.data, ir.StorageBox):
         return False
     gradient.realize()
@@ -132,12 +132,12 @@ def _can_be_moved(gradient: Any, part: Any) -> bool:
         return _is_scattered_into(gradient, part)
     if ir.ConcatKernel.can_realize_into_without_copy(gradient.data, part):
         return True
-    # A library's kernel has fixed strides, which may be those of the part.
+    # A library kernel has fixed strides, which may equal those of the part.
     return isinstance(gradient.data.data, ir.ExternKernelOut) and _lies_as(gradient.data.data, part.get_stride())
 
 
 def _is_scattered_into(gradient: Any, part: Any) -> bool:
-    """Whether generated code writes a gradient and adds rows to it, as to an embedding's: both in the bucket."""
+    """Return whether generated code fills a gradient and scatters into it, as for an embedding: both can be moved."""
     written = gradient.data.data
     if not isinstance(written, ir.ComputedBuffer) or not (
         isinstance(written.layout, ir.FlexibleLayout) or _lies_as(written, part.get_stride())
@@ -145,7 +145,7 @@ def _is_scattered_into(gradient: Any, part: Any) -> bool:
         return False
     name = written.get_name()
     writers = [each for each in inductor.graph_being_lowered().operations if name in each.get_mutation_names()]
-    # A collective of the model's in place does not show here: such a gradient stays where it is.
+    # An in-place collective of the model is not among the writers: such a gradient is not moved.
     return bool(writers) and all(
         isinstance(each, ir.IndexPutFallback)
         or (isinstance(each, ir.ComputedBuffer) and isinstance(each.data, ir.Scatter))
@@ -154,7 +154,7 @@ def _is_scattered_into(gradient: Any, part: Any) -> bool:
 
 
 def _lies_as(buffer: Any, stride: Sequence[Any]) -> bool:
-    """Whether a buffer has these strides for good; a dimension of size one may have any."""
+    """Return whether a buffer has these strides and a fixed layout. A dimension of size one may have any stride."""
     if type(buffer.layout) is not ir.FixedLayout or buffer.layout.offset:
         return False
     strides = zip(buffer.get_size(), buffer.get_stride(), stride, strict=True)
@@ -162,45 +162,44 @@ def _lies_as(buffer: Any, stride: Sequence[Any]) -> bool:
 
 
 def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any) -> Any:
-    """A gradient times `scale`, or `factor` if there is one, rounded to `dtype`, computed where it is read."""
+    """Return a gradient times `factor`, or `scale` without one, rounded to `dtype`; it is inlined into its reader."""
     if factor is not None or scale != 1.0:
         widened = torch.promote_types if factor is None else dtype_of_product
         inner = widened(gradient.get_dtype(), dtype)
         by = scale if factor is None else inductor.lower(_CAST, factor, inner)
         gradient = inductor.lower(_MULTIPLY, inductor.lower(_CAST, gradient, inner), by)
-    return inductor.lower(_CAST, gradient, dtype)  # to the same dtype, too: a copy that is fused
+    return inductor.lower(_CAST, gradient, dtype)  # also to the same dtype: a copy that is fused
 
 
 def _is_copied(source: Any) -> bool:
-    """Whether a bucket reads a gradient in another kernel than the one that computes it."""
-    if not isinstance(source, ir.ComputedBuffer):  # generated where it is read, or a library's kernel or an input
+    """Return whether another kernel than the one that computes a gradient stores it in the bucket."""
+    if not isinstance(source, ir.ComputedBuffer):  # inlined, or a library kernel or an input
         return isinstance(source, ir.Buffer) or _only_moves(source)
     return source.get_name() in inductor.graph_being_lowered().mutated_buffers or _only_moves(source.data)
 
 
 def _only_moves(computed: Any) -> bool:
-    """Whether generated code only moves a gradient from where it was computed, as out of a product that Inductor padded
-    on a GPU, or rows of an embedding in half precision, which are added up in float32."""
+    """Return whether generated code only copies or casts the result of another kernel: a slice of a product that
+    Inductor padded on a GPU, or embedding rows in half precision, which are summed in float32."""
     count = computed.inner_fn_opcount() if isinstance(computed, ir.Pointwise) else None
     if count is None or len(count.read_buffers) != 1 or not set(count.used_ops) <= {"load", "to_dtype"}:
         return False
     graph, (name,) = inductor.graph_being_lowered(), count.read_buffers
     if name in graph.graph_inputs or name in graph.mutated_buffers:
         return True
-    return isinstance(graph.try_get_buffer(name), (ir.ExternKernel, ir.MultiOutput))  # else fused with this
+    return isinstance(graph.try_get_buffer(name), (ir.ExternKernel, ir.MultiOutput))  # others are fused with this
 
 
 def _storage_of(value: Any) -> Any:
-    """The storage of a tensor of Inductor's, through its views."""
+    """Return the storage of an Inductor tensor, through its views."""
     inner = value.data
     return inner.unwrap_view() if isinstance(inner, ir.BaseView) else inner
 
 
 def _is_own(bucket: Any, position: int, storage: Any) -> bool:
-    """Whether only the bucket reads the storage of a member, and only once: the collective overwrites it.
+    """Return whether the bucket is the only reader of a member's storage, once: the collective overwrites it.
 
-    Operations may return their input (an update in place, a change of nothing): those are followed back to what made
-    the storage.
+    Ops may return their input (in-place updates, no-ops). They are followed back to the op that made the storage.
     """
     node: fx.Node = bucket.args[0][position]
     if bucket.args[0].count(node) > 1 or set(node.users) != {bucket}:
@@ -210,7 +209,7 @@ def _is_own(bucket: Any, position: int, storage: Any) -> bool:
         if not isinstance(source, fx.Node):
             return False
         if node.target is operator.getitem and source in storage.data.origins:
-            same_result = [user.args[1:] == node.args[1:] for user in source.users]  # of a kernel with several
+            same_result = [user.args[1:] == node.args[1:] for user in source.users]  # of a multi-output kernel
             return sum(same_result) == 1
         if set(source.users) != {node}:
             return False

@@ -1,10 +1,10 @@
-"""The memory of buckets, and for which modules compiled code runs. Code holds neither: modules of one shape share it.
+"""Bucket memory, and the modules for which compiled code runs. Code refers to neither: equal modules share it.
 
-glibc returns blocks above 32 MiB to the system at once and maps them again page by page (`mallopt(3)`,
-`M_MMAP_THRESHOLD`). For an embedding, that takes longer than the backward itself: 122 MiB of rows took 60.2 ms of
-processor time a step, and take 5.3 (medians of 15 in turns, 2026-11-27). So on CPUs such a bucket gets the memory of
-the last backward again, unless any part of it is still referenced: a `.grad` that was kept keeps its values. Smaller
-blocks stay in the process, and on GPUs torch's allocator keeps all of them: there memory is used again only with
+glibc returns blocks above 32 MiB to the system at once, and a new one is mapped page by page (`mallopt(3)`,
+`M_MMAP_THRESHOLD`). For an embedding this takes longer than the backward: 122 MiB of rows took 60.2 ms of processor
+time per step, and take 5.3 with reuse (alternating runs, medians of 15, 2026-11-27). So on CPUs such a bucket reuses
+the memory of the last backward, unless a tensor still references a part of it, such as a `.grad` that the user keeps.
+Smaller blocks stay in the process. On GPUs torch's allocator keeps all blocks, and buckets reuse memory only with
 `gradient_as_bucket_view=True`, for constant addresses.
 """
 
@@ -24,27 +24,24 @@ from dp_compile._torch import autograd
 from dp_compile.comm_hooks.functional import HookRun, State
 from dp_compile.plan.buckets import BucketPlan
 
-KEPT_FROM_NBYTES: Final = 32 * 2**20
-"""The largest block that glibc keeps in the process, `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c."""
-
-KEEPS: Final = "dp_compile_keeps_memory"
-"""Where a node that makes a bucket has `BucketPlan.keeps_memory`, in `meta`."""
+KEPT_FROM_NBYTES: Final = 32 * 2**20  # largest block that glibc keeps: `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c
+KEEPS: Final = "dp_compile_keeps_memory"  # `meta` key of a bucket's node: `BucketPlan.keeps_memory`
 _LOOKS: Final = 20
 
 
 def is_kept(bucket: fx.Node) -> bool:
-    """Whether the memory of a bucket is used again in the next backward; else each backward allocates it."""
+    """Return whether the next backward reuses the memory of a bucket; otherwise each backward allocates it."""
     wish, value = bucket.meta.get(KEEPS, False), bucket.meta["val"]
     if value.device.type == "cpu":
         return wish is True or (wish is None and value.nbytes > KEPT_FROM_NBYTES)
-    from dp_compile._torch import inductor  # loaded only by what compiles
+    from dp_compile._torch import inductor  # here: only compiling processes load it
 
     # CUDA graphs replay addresses and never call the op.
     return wish is True and not inductor.uses_cuda_graphs({})
 
 
 class _Kept(NamedTuple):
-    """Memory, and what `autograd.holders` says of it while no part of it is referenced elsewhere."""
+    """Memory, and the result of `autograd.holders` while nothing else references a part of it."""
 
     memory: torch.Tensor
     alone: tuple[int, int]
@@ -52,7 +49,7 @@ class _Kept(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BucketMemory:
-    """The memory of a module's buckets from one backward to the next, by number, size and dtype."""
+    """Bucket memory of a module that backwards reuse, by bucket number, numel and dtype."""
 
     kept: dict[tuple[int, int, torch.dtype], _Kept] = field(default_factory=dict)
 
@@ -65,7 +62,7 @@ class BucketMemory:
         return sum(each.memory.nbytes for each in self.kept.values())
 
     def take(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory of which no part is referenced elsewhere; new if there is none. Gaps between members stay zeros."""
+        """Return memory that nothing else references, new and zero if there is none. Gaps between members stay zero."""
         kept = self.kept.get((number, numel, dtype))
         if kept is None or not _becomes_free(kept):
             memory = torch.zeros(numel, dtype=dtype, device=device)
@@ -73,33 +70,33 @@ class BucketMemory:
         return torch.empty(0, dtype=dtype, device=device).set_(kept.memory.untyped_storage(), 0, (numel,), (1,))
 
     def in_turn(self, device: torch.device) -> Callable[..., torch.Tensor]:
-        """For one eager backward: a function that returns the memory of one bucket after the other."""
+        """Return an allocator for one eager backward; each call returns the memory of the next bucket."""
         numbers = itertools.count()
         return lambda numel, *, dtype: self.take(next(numbers), numel, dtype, device)
 
 
 def _becomes_free(kept: _Kept) -> bool:
-    """Whether no part of the memory is referenced elsewhere, within a millisecond.
+    """Return whether nothing else references the memory, after waiting for at most about a millisecond.
 
-    A thread of gloo references what it reduced until it runs again, after it has reported the end of its work: in 4 of
-    60 backwards of 4 ms, 2 ranks on 2 cores.
+    A gloo thread reports the end of its work, but references the tensor until it is scheduled again: in 4 of 60
+    backwards of 4 ms, 2 ranks on 2 cores.
     """
     for _ in range(_LOOKS):
         if autograd.holders(kept.memory) == kept.alone:
             storage = kept.memory.untyped_storage()
-            # Another process may read shared memory, which no count shows. Looked at last: a thread that shares a
-            # tensor references it until then.
+            # Another process may read shared memory, which no count shows. This is checked last, because a thread that
+            # shares a tensor references it until then.
             return storage.nbytes() == kept.memory.nbytes and not storage.is_shared()
-        time.sleep(50e-6)  # so that the thread that holds the memory may run
+        time.sleep(50e-6)  # let the thread run that references the memory
     return False
 
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """Inside, compiled code of this thread runs for these modules, by their positions among those of a backward.
+    """Context in which compiled code of this thread runs for these modules, by position in the backward.
 
-    Of each: the plan, the memory of its buckets, the optimizers that update its parameters (`passes/updates.py`), and
-    what its comm hook remembers, by the index of a gradient. A class and no generator: every backward enters it.
+    Fields per module: its plan, its bucket memory, the optimizers that update its parameters (`passes/updates.py`), and
+    its comm hook's state by gradient index. A class is faster than a generator: every backward enters it.
     """
 
     plans: Sequence[BucketPlan] = ()
@@ -117,8 +114,7 @@ class Running:
 
 
 class _Thread(threading.local):
-    running = Running()
-    """Outside of all it has no modules."""
+    running = Running()  # no modules outside of a context
 
 
 this_thread = _Thread()
@@ -132,20 +128,20 @@ def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: tor
     memories = this_thread.running.memories
     if replica < len(memories):
         return memories[replica].take(number, numel, dtype, device)
-    return _new(replica, number, numel, dtype, device)  # generated code that is run outside of a backward
+    return _new(replica, number, numel, dtype, device)  # generated code called outside of a backward
 
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 
 
 def nothing(*_: object) -> None:
-    """What ops without a result do on fake tensors, which have no values."""
+    """Do nothing: the fake implementation of ops without a result."""
 
 
 def make_op(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any] = nothing, tags: tuple[torch.Tag, ...] = ()
 ) -> Any:
-    """An op of the package for graphs, and what it does on fake tensors."""
+    """Define an op of the package for graphs, with its implementation and its fake implementation."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -155,5 +151,4 @@ def make_op(
 
 BUCKET_MEMORY = make_op(
     "bucket_memory(int replica, int number, int numel, ScalarType dtype, Device device) -> Tensor", _take, _new
-)
-"""One flat tensor, not initialised."""
+)  # one flat tensor, uninitialised

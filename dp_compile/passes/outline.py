@@ -1,12 +1,12 @@
-"""A plan and a graph as short text, without names that a tracer numbers: it changes only where they do.
+"""Short text of a plan and a graph. It has no tracer-generated names, so it changes only if they do.
 
-       ... 37 nodes                                                       what is between the lines
+       ... 37 nodes                                                       other nodes in between
        bucket 0 = 2 gradients: 2.bias .. 2.weight: float32[96]
-    >> launch 0 = all_reduce(bucket 0, sum): float32[96]                  a collective starts
+    >> launch 0 = all_reduce(bucket 0, sum): float32[96]                  a collective is launched
     << wait 0: float32[96]                                                its result is waited for
        return 2 tensors
 
-With several modules in one backward a bucket's number is `replica.bucket` for those after the first.
+In a backward of several modules, buckets of all but the first module are numbered `replica.bucket`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dp_compile.plan.words import count
 
 
 def outline(graph: fx.Graph, plans: Sequence[BucketPlan]) -> str:
-    """A line for each bucket, collective and wait. Values are in the meta data of nodes, ATen's or Dynamo's."""
+    """Return a line for each bucket, collective and wait. Types are from the `meta` of ATen or Dynamo nodes."""
     lines, between = [], 0
     for node in graph.nodes:
         provenance, what = provenance_of(node), type_text(node.meta.get("val", node.meta.get("example_value")))
@@ -49,7 +49,7 @@ def outline(graph: fx.Graph, plans: Sequence[BucketPlan]) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    """What a node is called in the text: `launch 0`, `wait 0`, `bucket 0`; another one by its op."""
+    """Return the name of a node in the text: `launch 0`, `wait 0`, `bucket 0`; for other nodes the op."""
     kind = "launch" if is_collective(node) else "wait" if is_wait(node) else "bucket"
     if kind == "bucket" and node.target is not FLAT_BUCKET:
         return "input" if node.op == "placeholder" else last_name(node)
@@ -60,6 +60,6 @@ def _name(node: fx.Node) -> str:
 
 
 def span(bucket: Bucket) -> str:
-    """The first and the last gradient of a bucket: `3 gradients: 2.bias .. 0.weight + flags`."""
+    """Return the number of gradients of a bucket, the first and the last: `3 gradients: 2.bias .. 0.weight + flags`."""
     number, ends = bucket.span
     return f"{count(number, 'gradient')}: {ends}"
