@@ -1,4 +1,4 @@
-"""Run passes, check what each leaves, and give Inductor's cache a key. Passes do none of it."""
+"""Run the passes, verify the graph after each, and compute the key for Inductor's cache."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from dp_compile.passes.result import GraphPass, PassResult
 from dp_compile.passes.verify import Checks
 from dp_compile.plan.buckets import BucketPlan
 
+# The whole package, for the cache key: any file may affect the compiled backward.
 SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
-"""The whole package: all that decides what a backward becomes is written there."""
 
 
 @dataclass(eq=False)
 class Pipeline(inductor.CustomGraphPass):
-    """The passes of one captured backward, in Inductor's own form of a graph pass.
+    """The passes of one captured backward, as a custom graph pass of Inductor.
 
     Args:
-        passes: in the order in which they run.
-        plans: one for each replica in this backward; a reduction names its replica by position.
-        on_result: called with the result of all passes.
-        held: for each input of the graph, whether its memory is kept elsewhere, as a module keeps its parameters.
-        crosses: for each replica and optimizer, whether updates may go on after the backward.
-        on_stage: called with the graph as it comes, as `analysed`, and after each pass, by its name, before the check.
+        passes: in execution order.
+        plans: one for each replica in this backward; a reduction refers to its replica by position.
+        on_result: called with the combined result of all passes.
+        held: for each input of the graph, whether its memory outlives the graph, as that of a module's parameters.
+        crosses: for each replica and optimizer, whether updates may complete after the backward.
+        on_stage: called with stage name and graph: `analysed` at first, then each pass's name, before its check.
     """
 
     passes: Sequence[GraphPass]
@@ -45,7 +45,7 @@ class Pipeline(inductor.CustomGraphPass):
     on_stage: Callable[[str, fx.Graph], None] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        # Before all that is verified: a copy is a gradient's source for the passes.
+        # Before the checks record the graph: for the passes, such a copy is the source of a gradient.
         copy_what_is_returned_twice(graph)
         # Accumulation leaves dead allocations that would count as users of a gradient.
         graph.eliminate_dead_code()
@@ -56,7 +56,7 @@ class Pipeline(inductor.CustomGraphPass):
             results.append(graph_pass(graph, self.plans))
             on_stage(graph_pass.name, graph)
             checks.run(graph, after=graph_pass.name)
-        if any(map(any, self.crosses)):  # every reduction has its wait until here
+        if any(map(any, self.crosses)):  # the checks before this expect a wait for every launch
             defer_reductions(graph, self.plans, self.crosses)
         self.on_result(
             PassResult(
@@ -67,25 +67,25 @@ class Pipeline(inductor.CustomGraphPass):
         )
 
     def uuid(self) -> Any:
-        """Changes with our sources, with all that passes are given, and with torch."""
+        """Return a key of our sources, the torch version and all inputs of the passes."""
         options = tuple(self.passes), tuple(self.plans), self.held, self.crosses
         text = repr((inductor.source_hash(SOURCES), torch.__version__, *options))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def copy_what_is_returned_twice(graph: fx.Graph) -> None:
-    """Let each output have its own memory, so that a write to one gradient, as clipping does, changes no other.
+    """Give each output its own memory, because an in-place write to one gradient, as in clipping, must change no other.
 
-    autograd copies a gradient that it returns for two parameters, and so does what compiled autograd traces. Inductor
-    removes these copies as operations that change nothing (`remove_noop_ops`, torch 2.13): the gradients of a weight
-    and of what is added to it became one tensor. A gradient that is reduced gets its own place in a bucket.
+    autograd copies a gradient that it returns for two parameters, and so does the graph of compiled autograd. Inductor
+    removes these copies as no-ops (`remove_noop_ops`, torch 2.13): the gradients of a weight and of a tensor added to
+    it became one tensor. A reduced gradient has its own place in a bucket.
     """
     output, taken, clone = graph.output_node(), set[fx.Node](), torch.ops.aten.clone.default
 
     def own(value: fx.Node) -> fx.Node:
         if not isinstance(value.meta.get("val"), torch.Tensor):
             return value
-        root = value  # in whose memory it lies, by its calls: `meta` has other storages after copies were removed
+        root = value  # the base of its views, by op schemas: storages in `meta` are stale after copies were removed
         while edit.provenance_of(root) is None and (viewed := viewed_by(root)) is not None:
             root = viewed
         if root not in taken:

@@ -1,4 +1,4 @@
-"""How a gradient is reduced: `reduce_bucket`, which both ways of a backward drive, and the ops for it in a graph.
+"""Reduction of a bucket: `reduce_bucket`, for eager and captured backwards, and its ops in a graph.
 
     grad -> dp_compile::reduce_grad(grad, index, replica) -> reduced grad
 
@@ -28,43 +28,38 @@ from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHAN
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
-_SMALL_NUMEL: Final = 2**15
-"""Up to here a tensor stays in the processor's cache, and a second pass over it costs next to nothing."""
+_SMALL_NUMEL: Final = 2**15  # such a tensor stays in the processor's cache: a second pass over it is almost free
 _EXACT: Final = (torch.float32, torch.float64)
 
-TensorT = TypeVar("TensorT")
-"""A tensor, or a node that stands for one."""
+TensorT = TypeVar("TensorT")  # a tensor, or a graph node
 
 
 class Ops(Protocol[TensorT]):
-    """What a reduction is made of: nodes in a graph, or tensors at once."""
+    """The operations of a reduction, on graph nodes or, eagerly, on tensors."""
 
     def fill(self, scale: float, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None) -> TensorT:
-        """A flat tensor with the members of the bucket at their places, times `scale`, in `dtype` (`None`: theirs).
-
-        `given`: what is put there for each member; `None`: its gradient.
-        """
+        """Return the flat bucket of `given` (`None`: the gradients) times `scale`, in `dtype` (`None`: that of these)."""
 
     def step_of_hook(self, hook: str, received: Sequence[TensorT]) -> list[TensorT]:
-        """What a functional hook sends next, after these results; at the end the reduced gradients (`HookRun`)."""
+        """Return what a functional hook sends after these results; at the end the reduced gradients (`HookRun`)."""
 
     def launch(self, stage: Stage, tensor: TensorT) -> Any:
-        """Start the collective of a stage."""
+        """Launch the collective of a stage."""
 
     def wait(self, launched: Any) -> TensorT:
-        """What a stage made of the tensor."""
+        """Wait for a launched collective and return its result."""
 
     def add_up(self, tensor: TensorT, parts: int) -> TensorT:
-        """The sum of the equal parts of a tensor, rounded once."""
+        """Return the sum of the equal parts of a tensor, rounded once."""
 
     def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
-        """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
+        """Return a reduced tensor times `scale` in `dtype`, the gradients' own, rounded once."""
 
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, TensorT]:
-    """Reduce a bucket. Yields after each launch: the caller decides when it continues, with the wait and more launches.
+    """Reduce a bucket and return it. Yields after each launch; when resumed, waits and launches the next stage.
 
-    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced bucket.
+    Callers with several buckets follow `plan.reduction.launch_order`.
     """
     reduction = bucket.key.reduction
     wire = None if reduction.wire is None else dtype_of(reduction.wire)
@@ -87,7 +82,7 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, Te
 
 
 def restored(bucket: Bucket, tensor: TensorT, ops: Ops[TensorT]) -> TensorT:
-    """What follows the last stage: the factor and the dtype. Also for a bucket that another step waits for."""
+    """Apply factor and dtype after the last stage, also for a bucket that a later step waits for."""
     reduction = bucket.key.reduction
     if reduction.wire is None and reduction.post_scale == 1.0 and reduction.given < 2:
         return tensor
@@ -100,7 +95,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
-    """What a reduction returns at its end."""
+    """Run a reduction to its end and return its result."""
     while True:
         try:
             next(reducing)
@@ -109,20 +104,20 @@ def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
             return found
 
 
-# --- at once ------------------------------------------------------------------------------------------------------
+# --- eager --------------------------------------------------------------------------------------------------------
 
 
 def dtype_of_product(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's kernels multiply by a number if the result has the wider of two dtypes."""
+    """Return the dtype in which torch's kernels multiply by a scalar if the result has the wider of two dtypes."""
     wide = torch.promote_types(one, other)
     return torch.float32 if wide in (torch.float16, torch.bfloat16) else wide
 
 
 def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """Let each part be its tensor times `scale`, computed in the wider of their dtypes and rounded once.
+    """Write each tensor times `scale` into its part, computed in the wider of their dtypes and rounded once.
 
-    Small tensors go through two calls for all of them: a call for each takes longer than the multiplication. Not in
-    half precision: torch's multi-tensor kernels for CPUs round the factor to it (torch 2.13), which others do not.
+    All small tensors share two multi-tensor calls, because a call for each takes longer than the multiplication. Half
+    precision is excluded: torch's multi-tensor CPU kernels round the factor to it (torch 2.13), unlike other kernels.
     """
     together: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part, tensor in zip(parts, tensors, strict=True):
@@ -141,17 +136,17 @@ def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 
 @dataclass(slots=True)
 class EagerOps:
-    """Reduces tensors now, with the collectives that a captured backward runs for the same bucket.
+    """Implementation of `Ops` on tensors, with the same collectives as a captured backward for the same bucket.
 
     Args:
-        sources: the gradient of each member, as it is reduced; a missing one is zeros.
-        launching: around the first launch; `waiting` around each wait.
-        work: of the collective that was launched last.
-        state: for a functional hook: what it remembers of each member; `run`: the call of that hook.
-        memory: allocates a bucket, of so many elements of a dtype; by default it is new.
+        sources: the local gradient of each member; `None`: zeros.
+        launching: context of the first launch; `waiting`: context of each wait.
+        work: of the last launched collective.
+        state: of a functional hook, for each member; `run`: the running call of that hook.
+        memory: allocates a bucket from numel and dtype; by default it is new.
         launches: the number of collectives launched.
-        is_silent: nothing is launched, as a backward that failed on this rank has launched it. Its result is lost.
-        filled: the tensor that was filled last, and its members in it.
+        is_silent: launch nothing, because a failed backward of this rank has launched it and lost the result.
+        filled: the last filled tensor, and its members in it.
     """
 
     bucket: Bucket
@@ -173,7 +168,7 @@ class EagerOps:
         bucket = self.bucket
         given = list(map(self._given, range(len(bucket.members)))) if given is None else given
         filled = (self.memory or given[0].new_empty)(bucket.numel, dtype=dtype or given[0].dtype)
-        with torch.no_grad():  # of a backward that is differentiated, too
+        with torch.no_grad():  # also in a backward that is differentiated
             if bucket.padding_nbytes:
                 filled.zero_()
             parts = self._members_in(filled)
@@ -186,7 +181,7 @@ class EagerOps:
             return [view_of(member, tensor) for member in self.bucket.members]
 
     def averages(self, reduced: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The members in the reduced bucket, by index, each shaped as its parameter."""
+        """Return pairs of index and reduced member, each a view of `reduced`, shaped as its parameter."""
         filled, parts = self.filled or (None, [])
         parts = parts if filled is reduced else self._members_in(reduced)
         return zip((member.gradient.index for member in self.bucket.members), parts, strict=True)
@@ -229,14 +224,14 @@ class EagerOps:
 
 
 class Launched(NamedTuple):
-    """A collective in flight, and the tensor that holds its result once it has ended. `work`: `None` if it has."""
+    """A launched collective, and the tensor with its result once `work` has ended; `work` is `None` if it has."""
 
     tensor: torch.Tensor
     work: dist.Work | None
 
 
 def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
-    """Start an all-gather in place: each rank's part of the tensor goes to all others."""
+    """Launch an in-place all-gather of each rank's part of the tensor."""
     group = distributed.group_of_name(stage.group)
     work = distributed.all_gather(gathered, gathered.view(stage.parts, -1)[group.rank()], group=group, async_op=True)
     assert work is not None
@@ -244,12 +239,12 @@ def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
 
 
 def _numel_of_result(stage: Stage, tensor: torch.Tensor) -> int:
-    """The elements that a stage's collective returns; `Stage.numel_behind` counts what is left after the sum."""
+    """Return the numel of a collective's result; for `EXCHANGE`, `Stage.numel_behind` is that after the sum."""
     return tensor.numel() if stage.op in (ALL_REDUCE, EXCHANGE) else stage.numel_behind(tensor.numel())
 
 
 def launch_stage(stage: Stage, tensor: torch.Tensor) -> Launched:
-    """Start the collective of a stage over a tensor, which it may write over."""
+    """Launch the collective of a stage on a tensor, which it may overwrite."""
     group = distributed.group_of_name(stage.group)
     result = tensor if stage.op == ALL_REDUCE else tensor.new_empty(_numel_of_result(stage, tensor))
     if stage.op == ALL_REDUCE:
@@ -266,7 +261,7 @@ def launch_stage(stage: Stage, tensor: torch.Tensor) -> Launched:
 
 
 def view_of(member: Member, tensor: torch.Tensor) -> torch.Tensor:
-    """A member in a tensor of its bucket, shaped as its parameter."""
+    """Return the view of a member in a tensor of its bucket, shaped as its parameter."""
     return tensor.as_strided(member.gradient.shape, member.gradient.stride, member.offset)
 
 
@@ -287,13 +282,13 @@ REDUCE_GRAD = make_op("reduce_grad(Tensor grad, int index, int replica) -> Tenso
 
 
 def emit(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
-    """Reduce one gradient: a new tensor with the shape, dtype and strides of `grad`."""
+    """Return a reduced gradient in the traced graph, a new tensor with the shape, dtype and strides of `grad`."""
     reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica)
     return reduced
 
 
 def reductions_in(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, int, int]]:
-    """Every `reduce_grad` of a graph, in its order, with gradient, index and replica; an error if it has others."""
+    """Return gradient, index and replica of each `reduce_grad`. Raise `InvalidGraphError` for other arguments."""
     found: dict[fx.Node, tuple[fx.Node, int, int]] = {}
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         match node.args:
@@ -309,14 +304,14 @@ def reductions_in(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, int, int]]:
 #     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
 #                                                               offsets, each in its memory order
 #
-# Between them are zeros if `zero_gaps`, else undefined values. `dtype`: rounded to it, once. `factor`: a number in a
-# tensor, by which all are multiplied instead. `lowering.py` has what compiled code makes of it.
+# Gaps are zeros if `zero_gaps`, else undefined. `dtype`: of the result, which is rounded once. `factor`: a scalar
+# tensor, by which all are multiplied instead of `scales`. `lowering.py` has Inductor's implementation.
 
 
 def places_of(
     shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """Shape, stride and offset of each member. `strides` of all members in one list."""
+    """Yield shape, stride and offset of each member. `strides` is the concatenation of all members' strides."""
     left = iter(strides)
     for shape, offset in zip(shapes, offsets, strict=True):
         yield list(map(int, shape)), list(itertools.islice(left, len(shape))), offset
@@ -339,7 +334,7 @@ def _fill(
         if factor is None:
             multiply_into([part], [gradient], scale)
         else:
-            # Cast: to torch.mul a factor of another dtype counts as a number only if the gradient has dimensions.
+            # Cast: torch.mul treats a factor of another dtype as a scalar only if the gradient has dimensions.
             inner = dtype_of_product(gradient.dtype, bucket.dtype)
             torch.mul(gradient.to(inner), factor.to(inner), out=part)
     return bucket
@@ -353,7 +348,7 @@ FLAT_BUCKET = make_op(
 )
 
 
-# --- a factor that may be another one in each step ----------------------------------------------------------------
+# --- a factor that may change in each step ------------------------------------------------------------------------
 
 
 def _factor(replica: int, bucket: int, last: bool, device: torch.device) -> torch.Tensor:
@@ -368,7 +363,7 @@ FACTOR = make_op(
     lambda replica, bucket, last, device: torch.empty((), dtype=torch.float64, device=device),
     (torch.Tag.cudagraph_unsafe,),
 )
-"""A factor of the reduction of a bucket, the one before or the `last` one after its stages: a number in a tensor."""
+"""The factor of a bucket's reduction before its stages, or, with `last`, after them: a scalar float64 tensor."""
 
 
 # --- a functional hook in a graph ---------------------------------------------------------------------------------
@@ -376,9 +371,9 @@ FACTOR = make_op(
 #     hook_step(gradients, [])       -> what is sent     -> all_reduce -> wait
 #     hook_step(gradients, [sum])    -> reduced gradients
 #
-# Each step names all that the function has seen of the graph, so that none of it is overwritten before the last one.
-# What the hook remembers is no part of the graph: it is that of the modules for which code runs (`passes/memory.py`),
-# and the new one is stored once the backward has ended. A CUDA graph would replay kernels without all that.
+# Each step takes all graph tensors that the hook has seen, so none of them is overwritten before the last step. The
+# hook's state is not part of the graph: it belongs to the modules for which code runs (`passes/memory.py`), and the new
+# state is stored once the backward has ended. A CUDA graph would replay kernels without calling the hook.
 
 
 def _step_of_hook(
@@ -410,4 +405,4 @@ HOOK_STEP = make_op(
     lambda gradients, received, hook, group, *_: fake_step(gradients, received, hook, group),
     (torch.Tag.cudagraph_unsafe,),
 )
-has_side_effect(HOOK_STEP)  # gradients without elements have no reader; the hook still remembers
+has_side_effect(HOOK_STEP)  # empty gradients have no reader; the hook still updates its state

@@ -1,4 +1,4 @@
-"""How a bucket is reduced by a Python hook of torch's DDP, which eager backwards call with it."""
+"""Reduction of a bucket by a Python comm hook of torch's DDP, which eager backwards call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dp_compile.plan.reduction import CALLED
 
 @dataclass(eq=False, slots=True)
 class CalledBucket:
-    """What a Python hook is given: a bucket with the methods of `torch.distributed.GradBucket`."""
+    """The argument of a Python hook: a bucket with the methods of `torch.distributed.GradBucket`."""
 
-    number: int  # in the order in which buckets are launched
-    is_final: bool  # it is the last one of the backward
-    flat: torch.Tensor  # the local gradients, not divided, one after the other
-    parts: list[torch.Tensor]  # the gradients in it, each shaped as its parameter
+    number: int  # in launch order
+    is_final: bool  # whether it is the last bucket of the backward
+    flat: torch.Tensor  # the local gradients, concatenated, not divided
+    parts: list[torch.Tensor]  # the gradients in `flat`, each shaped as its parameter
     of: list[torch.Tensor]  # their parameters
 
     def index(self) -> int:
@@ -47,7 +47,7 @@ class CalledBucket:
 def reduce_by_call(
     hook: CommHook, bucket: Bucket, ops: EagerOps, parameters: Sequence[torch.Tensor], plan: BucketPlan
 ) -> Generator[None, None, torch.Tensor]:
-    """Reduce a bucket by a Python hook. Pauses after the hook was called, as `reduce_bucket` does after a launch."""
+    """Reduce a bucket by a Python hook. Yields after calling the hook, as `reduce_bucket` does after a launch."""
     called = [each for each in plan.buckets if each.key.reduction.hook == CALLED]
     number = next(number for number, each in enumerate(called) if each is bucket)
     flat = ops.fill(1.0, None)
@@ -60,15 +60,15 @@ def reduce_by_call(
     assert not isinstance(hook.function, FunctionalHook)
     with ops.launching():
         future = hook.function(hook.state, given)  # type: ignore[arg-type]
-    if not callable(getattr(future, "wait", None)):  # those of collectives are of the base class in C++
+    if not callable(getattr(future, "wait", None)):  # a collective's future is of the C++ base class
         returned = type(future).__name__
         raise ReductionError(
             f"comm hook {hook.name} returned a {returned}, not a torch.futures.Future of the reduced bucket."
         )
     ops.work, ops.launches = future, ops.launches + 1
     if flat.is_cpu:
-        # On CPUs callbacks that launch more, as powerSGD_hook's, run in a thread of the backend. Among the launches
-        # of this thread their order would differ by rank. On a GPU they run here, when they are added.
+        # On CPUs, callbacks that launch collectives, as in powerSGD_hook, run in a backend thread. Their order relative
+        # to the launches of this thread would differ between ranks. On GPUs they run in this thread, when added.
         future.wait()
     yield
     with ops.waiting():
@@ -81,5 +81,5 @@ def reduce_by_call(
         )
     if reduced is not flat:
         with torch.no_grad():
-            flat.copy_(reduced.reshape(-1))  # as torch's reducer does: the hook may keep its tensor and write to it
+            flat.copy_(reduced.reshape(-1))  # as torch's reducer does: the hook may write to its tensor later
     return flat
