@@ -1,1 +1,1 @@
-"""Graph tools without policy: what collectives look like, how nodes are inserted and moved, what must hold."""
+"""Graph utilities without policy: recognise collectives, insert and reorder nodes, simulate memory."""

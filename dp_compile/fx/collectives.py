@@ -1,4 +1,4 @@
-"""c10d's functional collectives in a graph: targets and predicates. No other file spells `_c10d_functional`."""
+"""c10d's functional collectives in a graph: targets and predicates. No other file names `_c10d_functional`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAUNCHES = (REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER, ALL_REDUCE, torch.ops._c10d
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a functional collective, ours or the model's."""
+    """Return whether a node launches a functional collective, ours or the model's."""
     is_functional = node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional"
     return is_functional and node.target is not WAIT
 
@@ -29,13 +29,13 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def count_waits(collective: fx.Node) -> int:
-    """How many waits a collective's result has, and the items of one of the model's that returns several."""
+    """Return the number of waits for a collective's result, or for the items of a coalesced result of the model."""
     items = (user for user in collective.users if user.target is operator.getitem)
     return sum(map(is_wait, collective.users)) + sum(map(count_waits, items))
 
 
 def by_group(collectives: Iterable[fx.Node]) -> defaultdict[str, list[fx.Node]]:
-    """Those of each group, in the given order."""
+    """Return the collectives of each process group, in the given order."""
     found: defaultdict[str, list[fx.Node]] = defaultdict(list)
     for node in collectives:
         found[str(node.args[-1])].append(node)
@@ -43,5 +43,5 @@ def by_group(collectives: Iterable[fx.Node]) -> defaultdict[str, list[fx.Node]]:
 
 
 def is_launch(op: object) -> bool:
-    """Whether an op that is being called starts a collective, in place or not, of those that we put into graphs."""
+    """Return whether an op launches a collective of a kind that we insert into graphs, in place or not."""
     return op in _LAUNCHES

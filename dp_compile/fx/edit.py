@@ -1,4 +1,4 @@
-"""Edits that keep a graph valid: insert with metadata, move, replace, order."""
+"""Edits that keep a graph valid: insert with metadata, replace, reorder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENDS: Final = {"placeholder": 0, "output": 2}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """For which unit of work a pass made a node, and for which members of it."""
+    """For a node that a pass created: `unit`, the replica and bucket that it serves, and positions of its members."""
 
     unit: tuple[int, int]
     members: tuple[int, ...] = ()
@@ -50,9 +50,9 @@ def provenance_of(node: fx.Node) -> Provenance | None:
 
 
 def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
-    """Let every user of a node in `new` use what it is mapped to.
+    """Replace all uses of each node in `new` by the node that it is mapped to.
 
-    Each user once for all nodes: what a graph returns uses thousands, and each change of one of them copies all.
+    Each user is rewritten once. The output reads thousands of nodes, and each rewrite copies all its arguments.
     """
     for user in {user: None for old in new for user in old.users}:
         user.args = map_arg(user.args, lambda node: new.get(node, node))
@@ -60,9 +60,9 @@ def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def sources_of(nodes: Sequence[fx.Node], through: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """These nodes, the inputs of those that are gone `through`, and so on; each once, nodes before their inputs'."""
+    """Return these nodes and, recursively, the inputs of those for which `through` holds; once each, breadth first."""
     found, seen = list(dict.fromkeys(nodes)), set(nodes)
-    for node in found:  # which grows meanwhile
+    for node in found:  # grows in this loop
         if through(node):
             found += (each for each in node.all_input_nodes if each not in seen)
             seen.update(node.all_input_nodes)
@@ -74,13 +74,13 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node, dict[fx.Node, None]]:
-    """What each node has to come after: its inputs, and others where no data passes but the order can be seen.
+    """Return the nodes that each node has to follow: its inputs, and nodes whose order has observable effects.
 
-    That is between a write to memory and other uses of it, among nodes that draw random numbers or that nothing is
-    known about, among collectives of one group that no pass has made, and between neighbours in `chain`.
+    The latter are a write to memory and other uses of it, nodes that draw random numbers or are unknown, the model's
+    own collectives of one group, and neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
-    # In this order on ranks whose graph is unchanged, too.
+    # Ranks whose graph is unchanged run these in the same order.
     others = by_group(node for node in graph.nodes if is_collective(node) and provenance_of(node) is None)
     ordered = filter(is_ordered, graph.nodes), *others.values(), chain
     pairs = itertools.chain.from_iterable(map(itertools.pairwise, ordered))
@@ -92,10 +92,9 @@ def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node
 def stable_order(
     graph: fx.Graph, priority: Callable[[fx.Node], Any] | None = None, chain: Sequence[fx.Node] = ()
 ) -> list[fx.Node]:
-    """A topological order; of the nodes that could come next, the one with the least `priority` does, by default its
-    position; ties keep their order. Inputs stay first and the output last.
+    """Return a topological order in which the ready node with the least `priority` (default: position) comes next.
 
-    `chain`: nodes that have to come in this order although no data passes between them.
+    Ties keep their order. Inputs stay first and the output last. `chain`: nodes that have to keep this order.
     """
     nodes, now = list(graph.nodes), positions(graph)
 
@@ -120,14 +119,14 @@ def stable_order(
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Put all nodes of a graph into this order, which ends with the output."""
+    """Reorder a graph. `order` contains all its nodes and ends with the output."""
     output = graph.output_node()
     for node in order[:-1]:
         output.prepend(node)
 
 
 def _around_writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Every write to memory between what uses that memory before and after it."""
+    """Return pairs (earlier, later) of each node that writes to memory and the other users of that memory."""
     writers = [(node, written) for node in graph.nodes if (written := written_by(node))]
     if not writers:
         return []

@@ -38,7 +38,7 @@ class Ops(Protocol[TensorT]):
     """The operations of a reduction, on graph nodes or, eagerly, on tensors."""
 
     def fill(self, scale: float, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None) -> TensorT:
-        """Return the flat bucket of `given` (`None`: the gradients) times `scale`, in `dtype` (`None`: that of these)."""
+        """Return the flat bucket of `given` (`None`: gradients) times `scale`, in `dtype` (`None`: that of `given`)."""
 
     def step_of_hook(self, hook: str, received: Sequence[TensorT]) -> list[TensorT]:
         """Return what a functional hook sends after these results; at the end the reduced gradients (`HookRun`)."""

@@ -1,4 +1,4 @@
-"""What a pass is, and its result: names and numbers only, never a node."""
+"""The interface of passes, and their results: names and numbers only, never nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dp_compile.plan.words import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Something a pass did not recognise and left alone."""
+    """A node that a pass left unchanged, and why."""
 
     node: str
     reason: str
@@ -22,9 +22,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The simulated peak of a backward in bytes, of all tensors that it reads or makes, and that of torch's DDP.
+    """The simulated peak of a backward in bytes, over all tensors that it reads or creates, and that of torch's DDP.
 
-    DDP is the same graph in its own order with `gradient_as_bucket_view=True`.
+    The latter is for the same graph in its original order with `gradient_as_bucket_view=True`.
     """
 
     nbytes: int
@@ -35,7 +35,7 @@ class PeakMemory:
 
 
 class PassResult(NamedTuple):
-    """What came of a pass, or of all of them, which count the `collectives` that reduce. `memory`: in the new order."""
+    """The result of a pass, or of all. `memory`: in the new order. `collectives`: number of reductions after all."""
 
     refusals: tuple[Refusal, ...] = ()
     memory: PeakMemory | None = None
@@ -43,11 +43,11 @@ class PassResult(NamedTuple):
 
 
 class GraphPass(Protocol):
-    """A frozen value whose fields are its options, with a pure call.
+    """A frozen dataclass whose fields are its options. Its call changes a valid graph into a valid graph.
 
-    Valid graph in, valid graph out. No communication, no rank, no state. A node with a provenance (`fx/edit.py`)
-    belongs to communication: its `unit` is the position of the module in the backward and that of the bucket in its
-    plan, and `ScheduleCollectives` moves it as early as it can, or after a wait as late.
+    A pass does not communicate, has no state and does not depend on the rank. A node with a provenance (`fx/edit.py`)
+    belongs to communication. Its `unit` is the position of the module in the backward and of the bucket in the plan.
+    `ScheduleCollectives` moves such a node as early as possible, or after a wait as late as possible.
     """
 
     name: ClassVar[str]

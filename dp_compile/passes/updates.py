@@ -1,12 +1,11 @@
-"""An optimizer's update in a captured backward: the op that runs it, and where it stands.
+"""Optimizer updates in a captured backward: the op that runs an update, and the pass that places it.
 
-    update_later([a, b], [reduced a, reduced b], ...)  ->  update_parameters([a, b, what lies in their memory], [...])
+    update_later([a, b], [reduced a, reduced b], ...)  ->  update_parameters([a, b, aliases of these], [...])
 
-Dynamo and AOTAutograd see the first, which changes nothing. Once the graph is final the pass puts the second in its
-place, which declares that it writes: all nodes that read the memory of a parameter then come before it, in our own
-orders (`fx/edit.py`) and in Inductor's. Which inputs share memory with a parameter, a saved transpose say, is known
-from the real inputs alone. The op runs the user's own optimizer, so a rank that updates after its backward gets the
-same bits.
+Dynamo and AOTAutograd see the first op, which mutates nothing. The pass replaces it in the final graph by the second,
+which declares its writes. So all readers of a parameter's memory come before it, in our orders (`fx/edit.py`) and in
+Inductor's. Only the real inputs show which of them alias a parameter, as a saved transpose does. The op runs the user's
+optimizer, so a rank that updates after its backward gets the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dp_compile.plan.buckets import BucketPlan
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
-    """By what code of this thread updates a module: its plan and its `Updates` (`replica/sinks.py`)."""
+    """Return plan and `Updates` (`replica/sinks.py`) of a module in the backward that this thread runs."""
     now = this_thread.running
     if replica >= len(now.optimizers):
         raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
@@ -55,7 +54,7 @@ UPDATE = has_side_effect(make_op(f"update_parameters(Tensor(a!)[] written, {_ARG
 
 
 class Update(NamedTuple):
-    """What an op of either kind in a graph says."""
+    """The arguments of either op in a graph."""
 
     tensors: Sequence[fx.Node]
     gradients: Sequence[fx.Node]
@@ -72,9 +71,9 @@ def read_update(node: fx.Node) -> Update:
 
 @dataclass(frozen=True, slots=True)
 class PlaceUpdates:
-    """Put the updates into a graph, after everything that reads the memory of their parameters.
+    """Insert the updates into a graph, after all readers of their parameters' memory.
 
-    `shares`: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
+    `shares`: for each input of the graph the number of the updated parameter that it aliases; else -1.
     """
 
     shares: tuple[int, ...]
@@ -84,7 +83,7 @@ class PlaceUpdates:
         inputs = graph.find_nodes(op="placeholder")
         tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
         for node in graph.find_nodes(op="call_function", target=UPDATE_LATER):
-            # What lies in the memory of the parameters: all inputs, if the compiler has merged some.
+            # Inputs that alias the parameters: all inputs, if the compiler has merged some.
             parameters, others = read_update(node).tensors, tensors
             if len(inputs) == len(self.shares):
                 number = dict(zip(inputs, self.shares, strict=True))

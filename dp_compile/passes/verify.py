@@ -1,7 +1,7 @@
-"""What must hold after every pass: a valid graph, and each `reduce_grad` has become the right view of the right bucket.
+"""Invariants after every pass: a valid graph in which each `reduce_grad` became the right view of the right bucket.
 
-Structure only: the nodes of each bucket, and what reads them. Tests compare numbers
-(tests/passes/test_pipeline_properties.py).
+Only structure is checked, that is the nodes of each bucket and their readers. tests/passes/test_pipeline_properties.py
+compares numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dp_compile.plan.buckets import Bucket, BucketPlan
 
 
 class Checks:
-    """What no pass may change of a graph, read before the first one."""
+    """Properties of a graph that no pass may change, recorded before the first pass."""
 
     def __init__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
         self.plans = plans
@@ -36,7 +36,7 @@ class Checks:
         self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
 
     def run(self, graph: fx.Graph, *, after: str) -> None:
-        """Check a graph that the pass `after` has left; an error names that pass, and the node or the gradient."""
+        """Check a graph after the pass `after`. `InvalidGraphError` names that pass, and the node or the gradient."""
         try:
             graph.lint()
         except RuntimeError as error:
@@ -54,7 +54,7 @@ class Checks:
         left = by_group(node for node in graph.nodes if node in self.waits)
         for group, order in self.orders.items():
             now = left[group]
-            if now != [node for node in order if node in now]:  # as on ranks whose graph is unchanged
+            if now != [node for node in order if node in now]:  # has to match ranks whose graph is unchanged
                 stand, stood = (", ".join(node.name for node in each) for each in (now, order))
                 yield f"the collectives of group {group} stand in the order {stand}, before {stood}"
         outputs = _outputs(graph)
@@ -85,7 +85,7 @@ class Checks:
 
 
 def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
-    """A bucket is not filled once, or not launched once for each stage on the right group."""
+    """Yield an error if a bucket is not filled once, or not launched once per stage, as planned."""
     ends = dict.fromkeys((bucket.members[0].gradient.name, bucket.members[-1].gradient.name))
     names = f"the reduction of the gradient of {' .. '.join(ends)}"
     filled = [(list(node.args[3]), node.args[4]) for node in nodes if node.target is FLAT_BUCKET]  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
 
 
 def _outputs(graph: fx.Graph) -> list[str]:
-    """Each returned tensor as text."""
+    """Return the type and strides of each output as text."""
     values = [node.meta.get("val") for node in _nodes_in(graph.output_node().args[0])]
     return [
         f"{type_text(each)} strides {list(each.stride())}" if isinstance(each, torch.Tensor) else type_text(each)
@@ -107,14 +107,14 @@ def _outputs(graph: fx.Graph) -> list[str]:
 
 
 def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
-    """What a node reads. Ours that replace another one read the same by another name."""
+    """Yield each node that `node` reads, with a key for this use, which stays equal if a pass replaces `node`."""
     if node.target in (UPDATE, UPDATE_LATER):
         update = read_update(node)
         for index, gradient in zip(update.indices, update.gradients, strict=True):
             yield ("the update", update.replica, update.optimizer, index), gradient
     elif node.target is not REDUCE_GRAD:
         given = _nodes_in((node.args, node.kwargs))
-        # From the last: a product that takes in a factor gets one argument more in front.
+        # Count from the last argument: a product into which a factor is folded gets one more in front.
         yield from (((node.name, place - len(given)), each) for place, each in enumerate(given))
 
 
