@@ -1,12 +1,12 @@
-"""What nodes do to memory, and how much a graph takes at its peak in a given order: a simulation on fake tensors.
+"""Aliasing and mutation of nodes, and the peak memory of a graph in a given order, simulated on fake tensors.
 
-Memory comes in blocks: tensors of one storage share one. A block is there from the first node that makes a part of it
-until its last reader, inputs too. Parameters are held by the caller (`hold`), as is what the graph writes to or
-returns. What a code generator computes where it is read has no block: pointwise results that only pointwise operations,
-reductions and their like use. Views, waits and all-reduces (in place) share the block of their input.
+Tensors of one storage share a block. A block lives from the first node that creates a part of it to its last reader.
+The blocks of parameters (`hold`), mutated tensors and outputs live until the end. Results that generated code inlines
+have no block: pointwise results that only pointwise ops, reductions and the like read. Views, waits and all-reduces (in
+place) share the block of their input.
 
-Not in the model: work space of kernels, alignment, memory that a kernel reuses for its result in place, and pointwise
-results that are stored because they are used too often.
+Not modelled: workspace of kernels, alignment, results that a kernel writes into its input's memory, and pointwise
+results that are stored because they have many readers.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dp_compile.fx.collectives import is_collective, is_wait
 
-Storage = StorageWeakRef
-"""Equal for two tensors that share memory."""
+Storage = StorageWeakRef  # equal for tensors that share memory
 
 _PURE_MODULES: Final = frozenset({"_operator", "builtins", "math", "operator", "torch"})
 
 
 def storages_of(node: fx.Node) -> dict[Storage, Any]:
-    """The storages that a node's result lies in, with their sizes in bytes (an int, or symbolic)."""
+    """Return the storages of a node's result, with their sizes in bytes (an int, or symbolic)."""
     return storages_in(node.meta.get("val"))
 
 
 def storages_in(value: Any) -> dict[Storage, Any]:
-    """The same of a result."""
+    """Return the storages of the tensors in a value, with their sizes in bytes (an int, or symbolic)."""
     storages = [each.untyped_storage() for each in tensors_in(value)]
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result that have a storage: not sparse ones."""
+    """Return the strided tensors in a value; others, such as sparse ones, have no storage."""
     return (each for each in _flat(value) if isinstance(each, torch.Tensor) and each.layout is torch.strided)
 
 
 def viewed_by(node: fx.Node) -> fx.Node | None:
-    """What the result of a node is a view of, by what is called; `None` if it is no view."""
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several
+    """Return the node of which `node` is a view by its op's schema; `None` if it is no view."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # of a multi-output op
         return node.args[0] if viewed_by(node.args[0]) is not None else None
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
         return None
@@ -57,9 +56,9 @@ def viewed_by(node: fx.Node) -> fx.Node | None:
 
 
 def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a node writes to. Of calls that nothing is known about: everything that they are given.
+    """Return the inputs that a node mutates; for an unknown call, all inputs.
 
-    Higher-order operators are functional where a graph is, but for Triton's `triton_kernel_wrapper_mutation`.
+    Higher-order operators in a functional graph are functional, except Triton's `triton_kernel_wrapper_mutation`.
     """
     if node.op not in ("call_function", "call_module", "call_method") or _is_plain_function(node):
         return ()
@@ -75,14 +74,14 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """Whether it matters when a node runs among others of its kind: it draws random numbers, or is not known."""
+    """Return whether a node has to keep its order among such nodes: it draws random numbers or is unknown."""
     if node.op not in ("call_function", "call_module", "call_method") or _is_plain_function(node):
         return False
     return not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _is_plain_function(node: fx.Node) -> bool:
-    """`getitem` and arithmetic on sizes."""
+    """Return whether a node is `getitem` or arithmetic on sizes."""
     return node.op == "call_function" and getattr(node.target, "__module__", "") in _PURE_MODULES
 
 
@@ -94,24 +93,22 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-# --- its peak ---------------------------------------------------------------------------------------------------------
+# --- peak memory ------------------------------------------------------------------------------------------------------
 
 HELD: Final = "dp_compile_held"
-_GENERATED: Final = frozenset({
+_GENERATED: Final = frozenset({  # inlined into readers, although not tagged as pointwise
     "_to_copy", "constant_pad_nd", "embedding", "full", "gather", "index", "select_scatter", "slice_scatter", "zeros",
     "iota",
 })  # fmt: skip
-"""Computed where they are read, although they are not tagged as pointwise."""
-_REDUCING: Final = frozenset({
+_REDUCING: Final = frozenset({  # their inputs can be inlined; their own results are stored
     "amax", "amin", "argmax", "argmin", "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "mean",
     "prod", "scatter", "scatter_add", "sum", "var", "var_mean",
 })  # fmt: skip
-"""Read what is computed on the way, and store their own result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Which blocks each node makes and reads, their sizes in bytes, and which stay until the end."""
+    """The blocks that each node creates and reads, their sizes in bytes, and those that live until the end."""
 
     makes: Mapping[fx.Node, tuple[int, ...]]
     reads: Mapping[fx.Node, tuple[int, ...]]
@@ -119,7 +116,7 @@ class Footprint:
     stay: Collection[int]
 
     def peak(self, order: Iterable[fx.Node]) -> int:
-        """The most bytes that are alive at once if the graph's nodes run in this order."""
+        """Return the largest number of bytes alive at once if the graph's nodes run in this order."""
         nodes = list(order)
         last = {block: number for number, node in enumerate(nodes) for block in (*self.makes[node], *self.reads[node])}
         made, changes = set[int](), [0] * (len(nodes) + 1)
@@ -127,14 +124,14 @@ class Footprint:
             for block in {*self.makes[node]} - made:
                 made.add(block)
                 changes[number] += self.nbytes[block]
-                # All inputs are there when the first node runs.
+                # All inputs are alive when the first node runs, also unused ones.
                 if block not in self.stay and nodes[last[block]].op != "placeholder":
                     changes[last[block] + 1] -= self.nbytes[block]
         return max(itertools.accumulate(changes))
 
 
 def hold(graph: fx.Graph, held: Sequence[bool]) -> None:
-    """Note which inputs of a graph its caller keeps, by position; nothing is noted if there are more or fewer."""
+    """Mark the graph inputs that the caller keeps, by position; no-op if the graph has another number of inputs."""
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) == len(held):
         for node, is_held in zip(inputs, held, strict=True):
@@ -149,13 +146,13 @@ def footprint(
     without: Collection[fx.Node] = (),
     kept: Collection[fx.Node] = (),
 ) -> Footprint:
-    """The blocks of a graph.
+    """Return the blocks of a graph.
 
     Args:
-        lives_in: nodes whose memory is a part of another node's, from when the first of them is computed.
-        stores: nodes that compute their inputs, if these are pointwise, on the way to where they store them.
-        without: nodes that make nothing and read nothing.
-        kept: nodes whose memory is there before the graph runs, and after it.
+        lives_in: nodes whose memory is part of another node's, which is allocated with the first of them.
+        stores: nodes into which pointwise inputs are inlined.
+        without: nodes that create and read no memory.
+        kept: nodes whose memory exists before and after the graph runs.
     """
     blocks = _Blocks(graph, lives_in or {}, frozenset(without))
     inlined = blocks.inlined(frozenset(stores))
@@ -171,7 +168,7 @@ def footprint(
 
 
 class _Blocks:
-    """Which nodes share memory: storages, joined where one is known to lie in another."""
+    """The blocks of a graph's nodes: storages, united if one is known to lie in another."""
 
     def __init__(self, graph: fx.Graph, lives_in: Mapping[fx.Node, fx.Node], without: frozenset[fx.Node]) -> None:
         self._without = without
@@ -180,10 +177,10 @@ class _Blocks:
         numbers: dict[Storage, int] = {}
         sizes: dict[int, int] = {}
         for node in graph.nodes:
-            # The value of the output was noted before passes ran, and is no further memory.
+            # The output's value was recorded before passes ran, and takes no further memory.
             found = {} if node.op == "output" else storages_of(node)
             self._storages[node] = tuple(numbers.setdefault(storage, len(numbers)) for storage in found)
-            # Of a size that is not known until run time, what it was when the graph was made.
+            # A symbolic size counts with its value at capture.
             known = [each if isinstance(each, int) else int(each.node.hint or 0) for each in found.values()]
             sizes.update(zip(self._storages[node], known, strict=True))
         for node, home in lives_in.items():
@@ -212,30 +209,30 @@ class _Blocks:
         return number
 
     def of(self, *nodes: fx.Node) -> tuple[int, ...]:
-        """The blocks that the results of nodes lie in."""
+        """Return the blocks of the nodes' results."""
         numbers = (number for node in nodes if node not in self._without for number in self._storages[node])
         return tuple(dict.fromkeys(map(self._root, numbers)))
 
     def inlined(self, stores: frozenset[fx.Node]) -> dict[int, fx.Node]:
-        """Blocks that never are in memory, with the node that computes them."""
+        """Return the blocks that are never stored, with the node that computes each."""
         found: dict[int, fx.Node] = {}
         for block, (maker, *views) in self._members.items():
             if not _is_pointwise(maker) or any(block not in self.of(*view.all_input_nodes) for view in views):
-                continue  # not generated code, or of several makers
+                continue  # not pointwise, or created by several nodes
             users = [user for node in (maker, *views) for user in node.users if user not in self._without]
             if users and all(self._can_inline(user) or user in stores for user in users):
                 found[block] = maker
         return found
 
     def _can_inline(self, user: fx.Node) -> bool:
-        """Whether a node can read what is not in memory, as generated code and views do."""
+        """Return whether a node can read a value that is not stored, as generated code and views can."""
         if user.op != "call_function" or written_by(user):
             return False
         is_view = bool(self._storages[user]) and set(self.of(user)) <= set(self.of(*user.all_input_nodes))
         return is_view or _is_pointwise(user) or _op(user) in _REDUCING
 
     def read_by(self, node: fx.Node, inlined: Mapping[int, fx.Node]) -> tuple[int, ...]:
-        """The blocks in memory that a node reads, through everything that is computed on the way."""
+        """Return the stored blocks that a node reads, directly or through inlined values."""
         if node in self._without or any(block in inlined for block in self.of(node)):
             return ()
         seen: dict[int, None] = {}
@@ -250,7 +247,7 @@ class _Blocks:
 
 
 def _op(node: fx.Node) -> str:
-    """The name of an op of ATen or of its primitives; empty for any other."""
+    """Return the name of an op of ATen or prims; empty for any other."""
     target: Any = node.target
     return target.overloadpacket.__name__ if getattr(target, "namespace", "") in ("aten", "prims") else ""
 

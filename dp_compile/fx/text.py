@@ -9,14 +9,14 @@ from torch import fx
 
 
 def last_name(node: fx.Node) -> str:
-    """`mm`: an op's name without namespace and overload."""
+    """Return an op's name without namespace and overload: `mm`."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket.__name__)
     return str(getattr(node.target, "__name__", node.target))
 
 
 def type_text(value: Any) -> str:
-    """A value's dtype and shape, `float32[2, 3]`; of several how many; of what is no tensor the Python type."""
+    """Return a tensor's dtype and shape, `float32[2, 3]`; for a list its length; else the Python type."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)):

@@ -1,1 +1,1 @@
-"""Which gradients are reduced together, and when: pure data and numbers."""
+"""Planning of buckets: which gradients are reduced together, and when. Pure data and numbers."""

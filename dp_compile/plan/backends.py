@@ -1,4 +1,4 @@
-"""What the backend of a process group can do: one value, made once for each group. Nothing decides by a name."""
+"""Capabilities of a process group's backend: one value per group. No code branches on a backend's name."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a backend can do with tensors on one type of device. The defaults are what any backend of torch can do.
+    """Capabilities of a backend for tensors on one device type. The defaults hold for any backend of torch.
 
-    A backend written in Python states it by an attribute `dp_compile_backend` of its process group; those of torch are
-    known by their class (`_torch.distributed.backend_of`).
+    A backend written in Python declares them by an attribute `dp_compile_backend` of its process group. torch's own are
+    recognised by their class (`_torch.distributed.backend_of`).
     """
 
     name: str  # for messages and records
-    device: str = "cpu"  # the type of device on which it reduces
-    averages: bool = False  # reduces with `ReduceOp.AVG`
+    device: str = "cpu"  # device type of the tensors that it reduces
+    averages: bool = False  # supports `ReduceOp.AVG`
     scatters: bool = False  # its reduce-scatter sends half of what its all-reduce sends
-    lanes: int = 1  # how many collectives of a group it carries at a time, which share the network
-    equal_bits: bool = False  # every rank gets the same bits of a sum
-    on_stream: bool = False  # on a stream of the device: the host does not wait, and events time collectives
-    bf16_compress: bool = False  # torch's DDP takes its `bf16_compress_hook` on it
-    simulated: bool = False  # one process stands for one rank of many; no other rank exists
-    inside: str = "loopback"  # preset of `plan.cost.LINKS` for ranks of a node, before anything is measured
+    lanes: int = 1  # number of concurrent collectives of a group, which share the network
+    equal_bits: bool = False  # a sum is bitwise equal on all ranks
+    on_stream: bool = False  # runs on a device stream: the host does not wait, and events time collectives
+    bf16_compress: bool = False  # torch's DDP supports its `bf16_compress_hook` on it
+    simulated: bool = False  # one process simulates one rank of many; no other rank exists
+    inside: str = "loopback"  # preset of `plan.cost.LINKS` for ranks of one node, before measurements
     between: str = "loopback"  # the same for a group of several nodes
 
     def __str__(self) -> str:
@@ -40,13 +40,13 @@ NCCL: Final = Backend(
     inside="nvlink4", between="infiniband-ndr",
 )  # fmt: skip
 
+# `dp_compile.bench.simulated_group`: GPUs with NCCL, with times from a formula.
 FABRIC: Final = replace(NCCL, name="fabric", simulated=True)
-"""`dp_compile.bench.simulated_group`: GPUs joined by NCCL, with times from a formula."""
 
+# Substrings of the lower-case names of communication kernels in a trace: NCCL's, and those of `FABRIC` on a GPU.
 COLLECTIVE_KERNELS: Final = ("nccl", "spin_kernel")
-"""Parts of lower-case names of kernels in a trace that communicate: NCCL's, and those of `FABRIC` on a GPU."""
 
-CLASSES: Final[Mapping[str, Backend]] = {
+CLASSES: Final[Mapping[str, Backend]] = {  # torch's backends, by class name
     "ProcessGroupGloo": GLOO,
     "ProcessGroupNCCL": NCCL,  # torch 2.14 and later call it `nccl-legacy`
     "ProcessGroupNCCL2": replace(NCCL, name="nccl2"),  # `nccl2` in torch 2.14, `nccl` in 2.15
@@ -54,4 +54,3 @@ CLASSES: Final[Mapping[str, Backend]] = {
     "FakeProcessGroup": Backend("fake", simulated=True),  # reduces nothing
     "ProcessGroupXCCL": Backend("xccl", "xpu", on_stream=True, bf16_compress=True),  # not tested: no more is assumed
 }
-"""torch's backends, by the names of their classes."""

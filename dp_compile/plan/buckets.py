@@ -1,8 +1,7 @@
-"""Which gradients are reduced together, and in which order: pure data, the same on every rank.
+"""Bucket plans: which gradients are reduced together, and in which order. Pure data, equal on every rank.
 
-A plan is a function of the parameters (order, shapes, dtypes, devices), the group and the configuration; never of
-a rank's own timing, cache or activations. Every rank runs the plan's buckets in the plan's order, whether its
-backward was compiled or not.
+A plan is a function of the parameters (order, shapes, dtypes, devices), the group and the configuration. It never
+depends on one rank's timing, cache or activations. Compiled and eager backwards run its buckets in the same order.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from typing import Any, Final, NamedTuple
 from dp_compile.plan.reduction import CALLED, Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
-UNUSED_FLAGS: Final = "<unused-parameter flags>"
-"""The one member of a plan that is not a gradient: status bits of each rank (`plan/flags.py`)."""
+UNUSED_FLAGS: Final = "<unused-parameter flags>"  # the only member that is no gradient: status bits (`plan/flags.py`)
 
 Partition = tuple[tuple[int, ...], ...]
-"""Positions of gradients, ascending in each bucket; buckets in launch order, that of their last members."""
+"""Positions of gradients, ascending in each bucket; buckets in launch order, which is that of their last members."""
 
 
 class BucketKey(NamedTuple):
-    """Gradients may share a bucket only if all of these agree."""
+    """Gradients may share a bucket only if their keys are equal."""
 
     reduction: Reduction
     dtype: str
@@ -40,11 +38,11 @@ class BucketKey(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What a plan needs to know of one gradient.
+    """The properties of a gradient on which a plan depends.
 
-    `index` is its position among the replicated parameters, `stride` that of the parameter (a bucket keeps its memory
-    order), `itemsize` the bytes of an element in a bucket, on the wire. `sent`: how many bytes of it a comm hook sends
-    in each of its rounds; empty: all of it, or unknown.
+    `index`: position among the replicated parameters. `stride`: of the parameter, whose memory order the bucket keeps.
+    `itemsize`: bytes per element in a bucket, on the wire. `sent`: bytes that a comm hook sends of it in each round;
+    empty: all of it, or unknown.
     """
 
     index: int
@@ -65,13 +63,13 @@ class GradientSpec:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """What each stage of its reduction carries of it."""
+        """Its load in each stage of its reduction."""
         return self.key.reduction.loads(self.nbytes, self.sent)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A gradient of a bucket. `offset`: where it starts in the bucket's memory, in elements."""
+    """A gradient of a bucket. `offset`: its start in the bucket, in elements."""
 
     gradient: GradientSpec
     offset: int
@@ -89,7 +87,7 @@ class Bucket:
 
     @cached_property
     def numel(self) -> int:
-        """Its elements: with the gaps between members, and what makes it divide evenly into parts."""
+        """Number of elements, including gaps between members and padding to equal parts."""
         multiple_of = self.key.reduction.multiple_of
         return -(-max(member.offset + member.gradient.numel for member in self.members) // multiple_of) * multiple_of
 
@@ -100,12 +98,12 @@ class Bucket:
 
     @property
     def padding_nbytes(self) -> int:
-        """Bytes that are reduced although no gradient lies there."""
+        """Bytes that are reduced but belong to no gradient."""
         return (self.numel - sum(member.gradient.numel for member in self.members)) * self.members[0].gradient.itemsize
 
     @property
     def span(self) -> tuple[int, str]:
-        """How many gradients, and the first and the last: `2.bias .. 0.weight + flags`."""
+        """The number of gradients, and the names of the first and the last: `2.bias .. 0.weight + flags`."""
         names = [member.gradient.name for member in self.members if member.gradient.name != UNUSED_FLAGS]
         ends = " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
         return len(names), ends + " + flags" * (len(names) < len(self.members))
@@ -121,8 +119,8 @@ class Bucket:
 class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
-    `keeps_memory`: whether the memory of buckets is used again in the next backward; `None`: where it pays, see
-    `passes/memory.py`. Ranks need not agree on that: `to_dict` leaves it out.
+    `keeps_memory`: whether the next backward reuses the memory of buckets; `None`: if that is faster, see
+    `passes/memory.py`. It may differ between ranks, so `to_dict` omits it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -138,7 +136,7 @@ class BucketPlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the names of groups."""
+        """Return plain data for JSON, without the names of groups."""
         buckets = [asdict(bucket) for bucket in self.buckets]
         for bucket, data in zip(self.buckets, buckets, strict=True):
             data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.to_dict()}
@@ -148,7 +146,7 @@ class BucketPlan:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> BucketPlan:
-        """What `to_dict` gave, with empty group names: for looking at, not for reducing by.
+        """Return a plan from the result of `to_dict`, for display only: its group names are empty.
 
         Raises:
             KeyError, TypeError: a field is missing, unknown or of another kind.
@@ -164,7 +162,7 @@ class BucketPlan:
         return BucketPlan(tuple(buckets))
 
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
-        """The same buckets of the same gradients, which are reduced in another way."""
+        """Return the same buckets with `key` and `sent` of `gradients`, which contain each index."""
         now = {gradient.index: gradient for gradient in gradients}
 
         def changed(member: Member) -> Member:
@@ -174,14 +172,14 @@ class BucketPlan:
         return replace(self, buckets=tuple(Bucket(tuple(map(changed, each.members))) for each in self.buckets))
 
     def for_code(self) -> BucketPlan:
-        """As compiled code knows it: the same for all factors that it asks for when it runs."""
+        """Return the plan for compiled code: equal for all values of the factors that code reads at run time."""
         if not any(bucket.key.reduction.given for bucket in self.buckets):
             return self
         keys = ((each, each.key._replace(reduction=each.key.reduction.for_code())) for each in self.gradients)
         return self.with_keys_of(replace(gradient, key=key) for gradient, key in keys)
 
     def signature(self) -> str:
-        """A short hash; two ranks with equal signatures run the same collectives."""
+        """Return a short hash. Ranks with equal signatures run the same collectives."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -192,19 +190,16 @@ class BucketPlan:
         return "\n".join(lines)
 
 
-ALIGNMENT_BYTES: Final = 64
-"""Of members in the buckets of a module: a cache line, and more than the 16 that vectorised loads want."""
-
-PACKED: Final = 1
-"""The same of members that lie one after the other without gaps."""
+ALIGNMENT_BYTES: Final = 64  # of members in a bucket: a cache line, and more than the 16 for vectorised loads
+PACKED: Final = 1  # alignment of members without gaps
 
 
 def bucket_of(gradients: Sequence[GradientSpec], alignment_bytes: int = ALIGNMENT_BYTES) -> Bucket:
-    """A bucket of gradients of one key, one after the other in the given order.
+    """Return a bucket of gradients of one key, in the given order.
 
-    Each starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its size rounded up
-    to a power of two, so that small gradients are not mostly padding. A Python hook finds no padding: hooks of torch's
-    DDP cut the buffer by the sizes of its gradients.
+    Each starts at a multiple of `alignment_bytes`. A smaller gradient starts at a multiple of its size, rounded up to a
+    power of two, which limits padding. A Python hook gets no padding, because hooks of torch's DDP split the buffer by
+    the sizes of its gradients.
     """
     members, end = list[Member](), 0
     for gradient in gradients:
@@ -223,7 +218,7 @@ def partition_by_size(
     first_cap_nbytes: float,
     open_after: Collection[int] = (),
 ) -> Partition:
-    """A bucket is closed when it holds its cap, the first of each key at another one; not `open_after` a position.
+    """Close a bucket at its cap, or the first of each key at `first_cap_nbytes`, but not at positions in `open_after`.
 
     Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key.
     """
@@ -247,11 +242,11 @@ def plan_buckets(
     first_bucket_cap_mb: float | None = None,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> BucketPlan:
-    """Fill buckets in the given order, in which gradients are expected to become ready, and close each when it has
-    reached its cap, as torch's DDP does. Buckets are launched in the order of their last members.
+    """Fill buckets in the given order, the expected ready order, and close each at its cap, as torch's DDP does.
 
-    The flags go with the gradient before them: they never cost a collective. Padding does not count towards the caps,
-    which are in MiB; the first one is for the first bucket of each key, by default like all others.
+    Buckets are launched in the order of their last members. Flags share the bucket of the gradient before them, so they
+    cost no collective. Caps are in MiB and exclude padding. `first_bucket_cap_mb`: cap of the first bucket of each key;
+    `None`: `bucket_cap_mb`.
     """
     first_cap_mb = bucket_cap_mb if first_bucket_cap_mb is None else first_bucket_cap_mb
     flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]

@@ -1,4 +1,4 @@
-"""What an all-reduce costs: a straight line in the bytes, from public figures of a link or fitted to measurements.
+"""The cost of an all-reduce, linear in the bytes: from public figures of a link, or fitted to measurements.
 
 Units: `_s` seconds, `_us` microseconds, `busbw` bytes per second in the meaning of nccl-tests (time of a large
 all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per second.
@@ -19,17 +19,17 @@ from dp_compile.plan.reduction import BETWEEN, INSIDE
 
 
 def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
-    """An error unless `value` is a finite number above zero (or zero, if that is allowed)."""
+    """Raise `ConfigError` unless `value` is a finite number above zero, or zero if `zero_allowed`."""
     is_allowed = is_number(value) and (0 < value < math.inf or (zero_allowed and value == 0))
     require(is_allowed, name, f"a finite number {'>=' if zero_allowed else '>'} 0", value)
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceCost:
-    """`alpha_s + beta_s_per_byte * nbytes` seconds: what one all-reduce costs on one group.
+    """The cost of one all-reduce on one group: `alpha_s + beta_s_per_byte * nbytes` seconds.
 
-    On two levels of network also what one costs `inside` a node and `between` nodes. Inside, that is a reduce-scatter
-    and an all-gather, or what the backend has in their place.
+    `inside`, `between`: on two network levels, the cost inside a node and between nodes. Inside a node it is that of a
+    reduce-scatter and an all-gather, or of the collectives that the backend runs instead.
 
     Raises:
         ConfigError: a value is negative or not finite.
@@ -48,17 +48,17 @@ class AllReduceCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def on(self, link: str) -> AllReduceCost:
-        """What one costs on the link of a stage; on the whole group if that is not known."""
+        """Return the cost on the link of a stage, or that on the whole group if the former is unknown."""
         return {INSIDE: self.inside, BETWEEN: self.between}.get(link) or self
 
     def scaled(self, factor: float, latency: float = 1.0) -> AllReduceCost:
-        """The cost on a network that is `factor` times as slow as believed, and its latency `latency` times more."""
+        """Return the cost on a network that is `factor` times as slow, with a latency `latency` times longer still."""
         levels = [None if each is None else each.scaled(factor, latency) for each in (self.inside, self.between)]
         return AllReduceCost(self.alpha_s * factor * latency, self.beta_s_per_byte * factor, *levels)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> AllReduceCost:
-        """What `dataclasses.asdict` made of one."""
+        """Return a cost from the result of `dataclasses.asdict`."""
         levels = {name: AllReduceCost.from_dict(data[name]) for name in (INSIDE, BETWEEN) if data.get(name) is not None}
         return AllReduceCost(**{**data, **levels})
 
@@ -70,11 +70,11 @@ class AllReduceCost:
         return f"{line}; on two levels {self.inside} inside a node and {self.between} between nodes"
 
 
-# --- before anything was measured -----------------------------------------------------------------------------------
+# --- before measurements --------------------------------------------------------------------------------------------
 
 
 def ring(n: int) -> int:
-    """How many hops follow each other in an all-reduce over n ranks: n-1 of a reduce-scatter, n-1 of an all-gather.
+    """Return the sequential hops of an all-reduce over n ranks: n-1 of a reduce-scatter and n-1 of an all-gather.
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009.
     """
@@ -82,28 +82,26 @@ def ring(n: int) -> int:
 
 
 def ring_or_tree(n: int) -> int:
-    """The same where libraries choose by the size: the tree where latency counts, the ring where bytes do. A line that
-    is below both, most where they meet, and that no rank more makes faster.
+    """Return the hops if a library chooses a tree for small and a ring for large messages.
 
-    Source of the tree: Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan,
-    2009.
+    The cost line is below both, most where they cross, and never falls with n. Source of the tree: Sanders, Speck,
+    Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
     """
     return 2 * (n - 1).bit_length()
 
 
-LAUNCH_US: Final = 8.4
-"""What a collective costs once, however many hops it takes: in NCCL's tuning table for its `Simple` protocol."""
+LAUNCH_US: Final = 8.4  # cost per collective, independent of hops: NCCL's tuning table, `Simple` protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of link. `alpha_us` is the latency of one hop, `busbw_gb_s` in 1e9 bytes per second and direction."""
+    """One kind of link. `alpha_us`: latency of one hop. `busbw_gb_s`: in 1e9 bytes per second and direction."""
 
     alpha_us: float
     busbw_gb_s: float
 
     def cost(self, n: int, *, hops: Callable[[int], int] = ring, launch_us: float = LAUNCH_US) -> AllReduceCost:
-        """What an all-reduce over n ranks costs when every hop is this link: 2(n-1)/n of the bytes are sent."""
+        """Return the cost of an all-reduce over n ranks if every hop is this link; 2(n-1)/n of the bytes are sent."""
         alpha_s = launch_us * 1e-6 + self.alpha_us * 1e-6 * hops(n)
         return AllReduceCost(alpha_s, 2 * (n - 1) / (self.busbw_gb_s * 1e9 * n))
 
@@ -117,28 +115,27 @@ LINKS: Final[Mapping[str, Link]] = {
     "pcie4-x16": Link(5.7, 31.5),  # 16 GT/s, 16 lanes, 128b/130b
     "loopback": Link(200.0, 1.0),  # gloo over TCP; two ranks on two idle cores took 240 to 310 us: calibrate
 }
-"""Presets: nominal. A node whose rings use k ports has up to k times the port's figure. Latencies of a hop as in NCCL's
-tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
+"""Nominal presets. A node whose rings use k ports has up to k times the bandwidth of a port. The latencies of a hop are
+from NCCL's tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
 
 
 def link(name: str) -> Link:
-    """A preset by its name."""
+    """Return a preset by its name. Raise `ConfigError` for an unknown name."""
     require(name in LINKS, "link", f"one of {', '.join(LINKS)}", name)
     return LINKS[name]
 
 
 def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
-    """`whole`, the cost of an all-reduce over all ranks on one level, with what it costs on each of two levels: every
-    hop is the link `inside` a node, or `between` nodes, of which each rank has one.
-    """
+    """Return `whole`, the one-level cost over all ranks, with the costs of two levels added. A hop inside a node is the
+    link `inside`. A hop between nodes is the link `between`, of which each rank has one."""
     twice_us = 2 * LAUNCH_US  # a reduce-scatter, and later an all-gather
     return replace(whole, inside=inside.cost(ranks_inside, launch_us=twice_us), between=between.cost(nodes))
 
 
 def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
-    """What to plan with before anything was measured: the backend's nominal links, up to eight ranks those of a node.
+    """Return the cost before measurements, from the backend's nominal links. Up to eight ranks count as one node.
 
-    `ranks_inside`: of a node, where the network has two levels.
+    `ranks_inside`: ranks of a node on two network levels; `None`: one level.
     """
     inside, between = link(backend.inside), link(backend.between)
     hops = ring if inside is between else ring_or_tree
@@ -156,21 +153,19 @@ class CostFit(NamedTuple):
 
     cost: AllReduceCost
     residual: float
-    spread: float = 0.0
-    """By how much the median of the largest message is above its shortest time, over the latter."""
+    spread: float = 0.0  # for the largest message: (median time - shortest time) / shortest time
 
 
-_GROWTH: Final = 1.1
-"""The largest message has to take so many times as long as the quickest one."""
+_GROWTH: Final = 1.1  # the least ratio of the largest message's time to the shortest time of all
 
 
 def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
-    """The line through the smallest and the largest message, from `(nbytes, seconds)` samples of two sizes or more.
+    """Fit a line through the smallest and the largest message, from `(nbytes, seconds)` samples of at least two sizes.
 
-    Several samples of a size count as their median; the smallest message takes no longer than a larger one. Buckets are
-    large, so the largest message fixes the bandwidth. Those between do not count: a network whose rate is limited by a
-    token bucket (tc-tbf(8), cloud machines) sends the first 64 to 256 KiB at once, and the line with the least
-    deviation from all sizes has 1 GB/s on a network of 0.025.
+    Samples of one size count as their median, and the smallest message as no slower than the others. Buckets are large,
+    so the largest message determines the bandwidth. Sizes in between are ignored: a network with a token-bucket rate
+    limit (tc-tbf(8), cloud machines) sends the first 64 to 256 KiB at once, and the line of least deviation from all
+    sizes has 1 GB/s on a network of 0.025.
 
     Raises:
         ConfigError: the largest message is not slower than the others.
