@@ -1,18 +1,18 @@
-"""Buckets whose reductions may end under the next forward: the network works on what is needed first. Pure.
+"""Order of buckets whose reductions may overlap the next forward: the most urgent first. Pure functions.
 
-A step has two halves. In the backward gradients become ready from the last layer to the first; the next forward reads
-parameters from the first to the last. In the order in which gradients are ready, as is best if all has to end in the
-backward, the first layer is updated last, and the forward waits for everything. Two kinds of orders are tried:
+In the backward, gradients become ready from the last layer to the first. The next forward reads parameters from the
+first layer to the last. Ready order is best if all reductions have to end in the backward. But it updates the first
+layer last, so the forward would wait for all buckets. Two kinds of orders are tried:
 
-    of the buckets that are ready the one that is read first: good where the network is always busy
-    some buckets as they are ready, then all others as they are read: the backward computes what the first layers'
-    gradients need sooner, and the products that only later ones need while those are sent
+    of the ready buckets, the one that is read first: good if the network is always busy
+    some buckets in ready order, then all others in the order of their reads: the backward computes the gradients of the
+    first layers sooner, and during their reduction the products that only later launches need
 
-    step = backward + forward + what the forward waits        >=  max(backward + forward, communication)
+    step = backward + forward + stalls of the forward         >=  max(backward + forward, communication)
 
-Source: earliest deadline first, Horn 1974, optimal for jobs with release times that can be interrupted; a bucket
-cannot, so small ones are tried too. The forward is taken to be half as long as the backward, and to read in the
-opposite order of that in which gradients become ready.
+Source: earliest deadline first, Horn 1974, optimal for preemptible jobs with release times. Buckets are not
+preemptible, so small ones are tried too. The forward is assumed to be half as long as the backward, and to read
+parameters in reverse ready order.
 """
 
 from __future__ import annotations
@@ -28,40 +28,32 @@ from dp_compile.plan.network import Launch, legs_of
 from dp_compile.plan.planner import Certificate, PlanResult, ReadyTimes, backward_seconds
 from dp_compile.plan.words import BYTES_PER_MB
 
-FORWARD_SHARE: Final = 0.5
-"""How long a forward takes, as a share of its backward: one product for each two of the backward."""
-
-PARTS: Final = (4, 6, 8, 12, 16, 24, 32)
-"""Into how many buckets of about one size gradients are divided, each tried."""
-
-SPLITS: Final = 8
-"""How many numbers of buckets are tried that go as they are ready, before all others as they are read."""
-
-SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
-"""How many times as long as believed the network may take, for the same backward."""
+FORWARD_SHARE: Final = 0.5  # duration of a forward over its backward: one product for each two of the backward
+PARTS: Final = (4, 6, 8, 12, 16, 24, 32)  # numbers of buckets of about equal size that are tried
+SPLITS: Final = 8  # how many lengths are tried of the part in ready order, before the others in read order
+SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)  # network time over its estimate, for the same backward
 
 
 def plan_crossing(
     planned: PlanResult, times: ReadyTimes, cost: AllReduceCost, *, cuts: bool, lanes: int = 1
 ) -> PlanResult:
-    """The same gradients for a step whose reductions may end under the next forward.
+    """Plan the same gradients for a step whose reductions may overlap the next forward.
 
-    The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
-
-    What is taken is the best on average over networks half to twice as fast as believed; in the worst case every order
-    is far from the bound. Where `planned` has a certificate, so has what comes back: of backward and next forward
-    together. `cuts`: other buckets are tried, too; else only their order changes. `lanes`: as `Backend.lanes`.
+    The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them. The
+    plan has the best average over networks from half to twice the estimated speed; in the worst case every order is far
+    from the bound. If `planned` has a certificate, so has the result, for backward and next forward together.
+    `cuts`: whether to try other buckets, too, not only other orders. `lanes`: as `Backend.lanes`.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
     if not gradients or any(len(each.key.reduction.stages) != 1 for each in gradients):
-        return planned  # These end in the backward anyway.
-    # Which order is best depends on the ratio of communication to compute: what is known of that counts first.
+        return planned  # Reductions of several stages end in the backward.
+    # The best order depends on the ratio of communication to compute, so a known duration of the backward has priority.
     backward_s = times.backward_s or times.nominal_s or backward_seconds(planned.plan.gradients, times, cost)
     kept = ([each for each in bucket.members if each.gradient.name != UNUSED_FLAGS] for bucket in planned.plan.buckets)
     candidates = [tuple(Bucket(tuple(each)) for each in kept if each)]
     total = sum(each.nbytes for each in gradients)
-    for parts in PARTS if cuts and total else ():  # a gradient that is larger than a part has a bucket for itself
+    for parts in PARTS if cuts and total else ():  # a gradient larger than a part gets its own bucket
         candidates.append(plan_buckets(gradients, bucket_cap_mb=total / parts / BYTES_PER_MB).buckets)
     orders = [
         jobs_of(order, times, cost, backward_s)
@@ -69,7 +61,7 @@ def plan_crossing(
         for order in _orders(jobs_of(buckets, times, cost, backward_s), times, lanes)
     ]
     best = min(orders, key=lambda order: (sum(ratios(order, backward_s, lanes)), len(order)))
-    first = [bucket_of(flags)] if flags else []  # a step made by hand may have none
+    first = [bucket_of(flags)] if flags else []  # a manual step may have none
     buckets, certificate = (*first, *(job.bucket for job in best)), planned.certificate
     if certificate is not None:
         ends_s, worst = step_seconds(best, backward_s, lanes=lanes), max(ratios(best, backward_s, lanes))
@@ -78,7 +70,7 @@ def plan_crossing(
 
 
 def _orders(jobs: Sequence[Job], times: ReadyTimes, lanes: int) -> dict[tuple[Bucket, ...], None]:
-    """Of jobs in the order in which they are ready, each order once."""
+    """Return the orders to try, without duplicates; `jobs` are in ready order."""
     by_need = sorted(jobs, key=lambda job: job.needed_s)
     found = [in_order_of_need(jobs, slower, lanes) for slower in SPEEDS]
     for split in range(SPLITS):
@@ -90,7 +82,7 @@ def _orders(jobs: Sequence[Job], times: ReadyTimes, lanes: int) -> dict[tuple[Bu
 
 
 def why_not_left(bucket: Bucket) -> str:
-    """Why the reduction of a bucket has to end in the backward; empty if it need not."""
+    """Return why the reduction of a bucket has to end in the backward; empty if it need not."""
     reduction = bucket.key.reduction
     if reduction.hook is not None:
         return "a comm hook goes on after its collectives"
@@ -102,9 +94,9 @@ def why_not_left(bucket: Bucket) -> str:
 
 
 class Job(NamedTuple):
-    """A bucket on the network; times in seconds after the start of the backward.
+    """The reduction of a bucket; times in seconds after the start of the backward, and its duration `seconds`.
 
-    `needed_s`: when the next forward reads the first of its parameters, if it has not waited.
+    `needed_s`: when the next forward first reads one of its parameters, without stalls before.
     """
 
     bucket: Bucket
@@ -122,9 +114,8 @@ def jobs_of(
     forward_s: float | None = None,
     left: Container[Bucket] | None = None,
 ) -> tuple[Job, ...]:
-    """Buckets that are launched in this order. `forward_s`: how long the forward takes, if that is known. `left`: those
-    that may cross, the others are needed before the forward; `None`: all may.
-    """
+    """Return the jobs of buckets launched in this order. `forward_s`: duration of the forward; `None`: assumed. `left`:
+    buckets that may overlap the forward; it needs the others at its start; `None`: all may."""
     forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
     ready = times.launches([member.gradient for member in bucket.members] for bucket in order)
     jobs = []
@@ -137,7 +128,7 @@ def jobs_of(
 
 
 def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
-    """When each bucket of a step of two halves is on the network, and what waits for it; in the given order."""
+    """Return when each bucket is on the network, and how long compute stalls for it; in the given order."""
     late_s, found = 0.0, dict[int, Launch]()
     carried = enumerate(_carried(order, 1.0, lanes))
     for place, (job, start_s, finish_s) in sorted(carried, key=lambda each: each[1][0].needed_s):
@@ -148,38 +139,38 @@ def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
 
 
 def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
-    """Jobs as the network takes them: whenever a lane is free, of those that are ready the one that is read first."""
+    """Return jobs in the order in which free lanes take them: of the ready jobs, the one that is read first."""
     return tuple(job for job, _, _ in _carried(jobs, slower, lanes, by_need=True))
 
 
 def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, lanes: int = 1) -> float:
-    """How long a backward and the next forward take if the network takes jobs in this order."""
+    """Return the duration of a backward and the next forward if the network takes jobs in this order."""
     late_s = max((finish_s - job.needed_s for job, _, finish_s in _carried(order, slower, lanes)), default=0.0)
     return backward_s * (1 + FORWARD_SHARE) + max(0.0, late_s)
 
 
 def ratios(order: Sequence[Job], backward_s: float, lanes: int = 1) -> list[float]:
-    """The step over the bound that no order can be below, for each of `SPEEDS`."""
+    """Return step time over its lower bound for each of `SPEEDS`."""
     scaled = ((order, backward_s, slower) for slower in SPEEDS)
     return [step_seconds(*each, lanes) / (bound_seconds(*each) or 1.0) for each in scaled]
 
 
 def bound_seconds(jobs: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:
-    """No order of them makes backward and next forward shorter: all compute, or all communication."""
+    """Return a lower bound of backward and next forward for any order: all compute, or all communication."""
     return max(backward_s * (1 + FORWARD_SHARE), slower * sum(job.seconds for job in jobs))
 
 
 def _carried(
     jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False
 ) -> list[tuple[Job, float, float]]:
-    """Jobs in the order in which they start, with start and end. Those that are under way have equal shares."""
+    """Return jobs in start order, with start and end. Concurrent jobs have equal shares of the network."""
     waiting, started, now_s = list(jobs), list[tuple[Job, float]](), 0.0
     finish_s: dict[int, float] = {}
-    under_way: dict[int, float] = {}  # by place in `started`, how long each would still take alone
+    under_way: dict[int, float] = {}  # by position in `started`: remaining time if alone on the network
     while waiting or under_way:
         candidates = (waiting if by_need else waiting[:1]) if len(under_way) < lanes else []
         if ready := [job for job in candidates if job.ready_s <= now_s]:
-            job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
+            job = min(ready, key=lambda each: each.needed_s)  # ties: the first, on every rank
             waiting.remove(job)
             under_way[len(started)] = job.seconds * slower
             started.append((job, now_s))

@@ -1,10 +1,10 @@
-"""What the network does with given buckets, and when no plan can end earlier. Pure numbers.
+"""Simulation of the network for given buckets, and a lower bound for all plans. Pure numbers.
 
-The model: a link carries one stage at a time, in the order of the launches (`reduction.launch_order`). The first stage
-of a bucket is launched where its last member is ready. A later stage is launched when the one before it has ended, and
-compute waits for that; last stages are launched after all compute. On two levels of network the links inside nodes and
-between them work at the same time, and a stage over the whole group needs both. Buckets of different keys (reduction,
-dtype, device) share the network, never a bucket.
+The model: a link carries one stage at a time, in launch order (`reduction.launch_order`). The first stage of a bucket
+is launched when its last member is ready. A later stage is launched when the previous one has ended, and compute waits
+for that. Last stages are launched after all compute. On two network levels, the links inside and between nodes work
+concurrently, and a stage over the whole group needs both. Gradients of different keys (reduction, dtype, device) share
+the network, but never a bucket.
 
 Source: the model of MG-WFBP (arXiv 1912.09268), which has one link and one stage.
 """
@@ -24,9 +24,9 @@ from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE, Load, is_handed_ba
 
 @dataclass(frozen=True, slots=True)
 class ReadyGradient:
-    """A gradient at its place in launch order, ready on the compute stream without communication at `ready_s`.
+    """A gradient in launch order. `ready_s`: when it is ready on the compute stream, without communication.
 
-    `loads`: what each stage of its reduction carries of it; without them an all-reduce of all its bytes.
+    `loads`: its load in each stage of its reduction; empty: an all-reduce of all its bytes.
     """
 
     nbytes: int
@@ -40,28 +40,27 @@ class ReadyGradient:
 
 
 class Leg(NamedTuple):
-    """A stage of a bucket on the network: on which link, for how long."""
+    """A stage of a bucket: its link and its duration."""
 
     link: str
     seconds: float
 
 
 class Job(NamedTuple):
-    """A bucket on the network: when it may start, and its stages."""
+    """The reduction of a bucket: its earliest start and its stages."""
 
     ready_s: float
     legs: tuple[Leg, ...]
 
     @property
     def seconds(self) -> float:
-        """All stages one after the other."""
+        """Total duration of the stages."""
         return sum(leg.seconds for leg in self.legs)
 
 
 class Carried(NamedTuple):
-    """When a link carries a stage, in seconds after the start of the backward, and how long compute stands still for
-    it, after the backward too: `waited_s`.
-    """
+    """When a link carries a stage, in seconds after the start of the backward.
+    `waited_s`: how long compute stalls for it, also after the backward."""
 
     link: str
     start_s: float
@@ -72,7 +71,7 @@ class Carried(NamedTuple):
 class Launch(NamedTuple):
     """When the network carries a bucket; times as in `Carried`.
 
-    `needed_s`: when the next forward reads it, if it may be in flight until then.
+    `needed_s`: when the next forward reads it, if its reduction may overlap the forward; else `None`.
     """
 
     ready_s: float
@@ -84,9 +83,8 @@ class Launch(NamedTuple):
 
 
 def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg, ...]:
-    """The stages of a bucket, from what each carries of each of its members. One of two phases takes as long as an
-    all-reduce of its bytes on its link, one of one phase half of that.
-    """
+    """Return the stages of a bucket from the loads of each member. A stage of two phases takes as long as an all-reduce
+    of its bytes on its link, a stage of one phase half as long."""
     return tuple(
         Leg(stage[0].link, stage[0].phases / 2 * cost.on(stage[0].link).seconds(sum(load.nbytes for load in stage)))
         for stage in zip(*members, strict=True)
@@ -94,17 +92,17 @@ def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg
 
 
 def links_of(loads: Iterable[Sequence[Load]]) -> tuple[str, ...]:
-    """The links that carry one stage at a time."""
+    """Return the links, each of which carries one stage at a time."""
     return (INSIDE, BETWEEN) if any(load.link != WHOLE for each in loads for load in each) else (WHOLE,)
 
 
 def release_times(gradients: Sequence[ReadyGradient]) -> list[float]:
-    """When each gradient can be launched: launches keep their order, so never before an earlier one is ready."""
+    """Return when each gradient can be launched: in order, so not before all earlier ones are ready."""
     return list(accumulate((gradient.ready_s for gradient in gradients), max))
 
 
 def jobs_of(gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost) -> list[Job]:
-    """The buckets of a partition on the network."""
+    """Return the jobs of a partition's buckets."""
     released = release_times(gradients)
     return [
         Job(released[bucket[-1]], legs_of([gradients[each].stages for each in bucket], cost)) for bucket in partition
@@ -112,9 +110,8 @@ def jobs_of(gradients: Sequence[ReadyGradient], partition: Partition, cost: AllR
 
 
 def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> Iterator[Launch]:
-    """What the network does, if it is `slower` times as slow as the jobs say. The backward computes for `backward_s`,
-    at least until the last job may start.
-    """
+    """Simulate a network that is `slower` times as slow as the jobs say; yield the launch of each job. The backward
+    computes for `backward_s`, at least until the last job may start."""
     free = dict.fromkeys((INSIDE, BETWEEN), 0.0)
     ready = [job.ready_s for job in jobs]
     carried: list[list[Carried]] = [[] for _ in jobs]
@@ -147,19 +144,19 @@ def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.
 
 
 def finish_time(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> float:
-    """When the last bucket has arrived, in seconds after the start of the backward, and compute that had to wait."""
+    """Return when the last bucket, and compute that stalled for stages, ends, in seconds after the backward's start."""
     if any(len(job.legs) > 1 for job in jobs):
         timeline = list(launches(jobs, slower=slower, backward_s=backward_s))
         arrived_s = max(launch.finish_s for launch in timeline)
         return max(arrived_s, backward_s + sum(launch.waited_s for launch in timeline))
-    free = 0.0  # one stage each: as `launches`, which the planner would call thousands of times
+    free = 0.0  # one stage each: equal to `launches`, but faster, because the planner calls this very often
     for job in jobs:
         free = max(job.ready_s, free) + job.legs[0].seconds * slower
     return free
 
 
 def weights_of(loads: Iterable[Load], cost: AllReduceCost) -> tuple[float, float]:
-    """What stages in a row cost a bucket as latencies, once, and what this gradient adds to that, in seconds."""
+    """Return the latency of consecutive stages, once per bucket, and the transfer time of these loads, in seconds."""
     latency_s = transfer_s = 0.0
     for link, phases, nbytes in loads:
         line = cost.on(link)
@@ -169,12 +166,12 @@ def weights_of(loads: Iterable[Load], cost: AllReduceCost) -> tuple[float, float
 
 
 def release_time_bound(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float) -> float:
-    """No plan can finish earlier than this, in seconds after the start of the backward.
+    """Return a lower bound of the finish of any plan, in seconds after the start of the backward.
 
-    max(backward, max over k of r_k + alpha + beta * bytes of all gradients that are ready at r_k or later): those
+    max(backward, max over k of r_k + alpha + beta * bytes of all gradients that are ready at r_k or later): these
     cannot be on the wire before r_k, and at least one collective carries them. Gradients of different keys never share
-    a collective, so alpha counts once for each key among them. On two levels of network that holds for each link,
-    with the latencies of the stages before and after; and each gradient passes through all its stages.
+    a collective, so alpha counts once per key. On two network levels this holds for each link, with the latencies of
+    the stages before and after it. Each gradient also passes through all its stages.
 
     Source: release-time bound of a single machine.
     """

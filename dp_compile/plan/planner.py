@@ -1,8 +1,8 @@
-"""When gradients become ready, and how they are put into buckets, in launch order. Pure numbers.
+"""Ready times of gradients, and their partition into buckets in launch order. Pure numbers.
 
-| a bucket ends                                                              | function          | asked for by    |
+| a bucket ends                                                              | function          | selected by     |
 |----------------------------------------------------------------------------|-------------------|-----------------|
-| where the predicted end of the step is earliest, also if speeds are off 2x | `plan_optimal`    | by default      |
+| where the predicted end of the step is earliest, also if speeds are off 2x | `plan_optimal`    | default         |
 | at a size, as in torch's DDP                                               | `plan_fixed`      | `bucket_cap_mb` |
 | where the module that a policy names ends                                  | `plan_per_module` | `bucket_policy` |
 """
@@ -34,32 +34,23 @@ from dp_compile.plan.words import BYTES_PER_MB
 ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
 ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
 
-ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
-"""How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
-
-LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)
-"""Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
-
+ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)  # network over backward time, relative to the estimate, the first
+LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)  # factors on the latency, for candidates with fewer buckets
+# Shares of the best end so far by which joined buckets have to end: below 1, because several stages count as one.
 SHARES: Final = (1.0, 0.99, 0.97, 0.95)
-"""By which shares of the best end so far buckets are joined: less than one where several stages count as one."""
-
 CAPS_MB: Final = (1.0, 5.0, 25.0)
-FIRST_CAP_MB: Final = 1.0
-"""The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
-
-SLACK: Final = 2e-3
-"""Ends that differ by this share are alike, and fewer buckets take less processor time, which no cost knows."""
+FIRST_CAP_MB: Final = 1.0  # of the first bucket of each key, as in torch's DDP: communication starts early
+SLACK: Final = 2e-3  # ends within this share count as equal: fewer buckets take less processor time, which has no model
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyTimes:
-    """When each gradient is ready, as a share of the backward without the reductions of gradients.
+    """When each gradient is ready, as a share of the backward without gradient reductions.
 
-    `shares` by the gradient's index, if they are launched as they become ready; one that is not listed is ready at the
-    end. `own`: what of the backward nothing but this gradient needs, as the product that makes a weight's.
-    `backward_s` is the length of that backward in seconds, `None` if it is not known; `nominal_s` what it would be on a
-    nominal device. There is memory for the own work of those that are ready at `waits_from` or later to wait until the
-    end.
+    `shares`: by gradient index, for launches in ready order; a missing gradient is ready at the end. `own`: the share
+    of the backward that only this gradient needs, such as the product for a weight. `backward_s`: duration of that
+    backward in seconds; `None`: unknown. `nominal_s`: the same on a nominal device. `waits_from`: memory suffices to
+    defer to the end the own work of all gradients that are ready at this share or later.
     """
 
     shares: Mapping[int, float]
@@ -73,10 +64,10 @@ class ReadyTimes:
         return self.shares.get(gradient.index, 1.0)
 
     def launches(self, buckets: Iterable[Iterable[GradientSpec]]) -> list[float]:
-        """When each bucket can be launched, in this order, as a share of the backward.
+        """Return when each bucket can be launched, in this order, as a share of the backward.
 
-        Compute comes last to what no launch needs yet (`passes/overlap.py`). So ahead of a launch is what several
-        gradients need up to the last one in it or before it, and what each of these alone needs.
+        Work that no launch needs yet is deferred (`passes/overlap.py`). So the work before a launch is the shared work
+        up to the last gradient in it or in an earlier one, and the own work of all these gradients.
         """
         in_order = sorted(self.shares, key=self.shares.__getitem__)
         own = accumulate(self.own.get(index, 0.0) for index in in_order)
@@ -85,7 +76,7 @@ class ReadyTimes:
         shares, until, alone = list[float](), 0.0, 0.0
         for bucket in buckets:
             for gradient in bucket:
-                if gradient.name != UNUSED_FLAGS:  # a captured backward knows them when it begins
+                if gradient.name != UNUSED_FLAGS:  # a captured backward has them when it begins
                     until = max(until, shared.get(gradient.index, all_shared))
                     alone += self.own.get(gradient.index, 0.0)
             shares.append(until + alone)
@@ -96,15 +87,14 @@ class ReadyTimes:
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
-        """What `to_json` wrote; the same floats on every machine."""
+        """Return the times from the result of `to_json`, with equal floats on every machine."""
         data = json.loads(text)
         return ReadyTimes(**data | {name: dict(data[name]) for name in ("shares", "own")})
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
-    """From the parameters alone, in the given order: work is as the elements of everything but vectors. Exact for dense
-    layers, which take 4 FLOPs for each token and element.
-    """
+    """Return times from parameters alone, in the given order: work is proportional to numel, without vectors. Exact for
+    dense layers, which take 4 FLOPs for each token and element."""
     work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
     total = sum(work) or 1
     shares = {gradient.index: done / total for gradient, done in zip(gradients, accumulate(work), strict=True)}
@@ -112,14 +102,14 @@ def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
 
 
 def backward_seconds(gradients: Iterable[GradientSpec], times: ReadyTimes, cost: AllReduceCost) -> float:
-    """How long the backward computes: as believed, else as long as the gradients take on the network."""
+    """Return the duration of the backward: `times.backward_s`, else the transfer time of the gradients."""
     if times.backward_s is not None:
         return times.backward_s
     return sum(weights_of(gradient.loads, cost)[1] for gradient in gradients)
 
 
 def ready_gradients(gradients: Iterable[GradientSpec], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
-    """Gradients at their times, for the network."""
+    """Return gradients with ready times in seconds, for the simulation of the network."""
     return [ReadyGradient(each.nbytes, backward_s * times.of(each), each.key, loads=each.loads) for each in gradients]
 
 
@@ -128,10 +118,10 @@ def ready_gradients(gradients: Iterable[GradientSpec], times: ReadyTimes, backwa
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a plan was predicted to reach when it was made, in seconds after the start of the backward.
+    """The predicted makespan of a plan and its lower bound, in seconds after the start of the backward.
 
-    `bound_s`: no partition can be earlier. `worst_ratio`: the largest makespan over bound in `ERROR_BAND`. `crosses`:
-    reductions may end under the next forward, which is in makespan and bound.
+    `bound_s`: no partition can end earlier. `worst_ratio`: largest makespan over bound in `ERROR_BAND`. `crosses`:
+    whether reductions may overlap the next forward, which makespan and bound then include.
     """
 
     cost: AllReduceCost
@@ -146,7 +136,7 @@ class Certificate:
 
     @property
     def promise(self) -> str:
-        """How far the end is from the best there can be, for people."""
+        """Distance of the makespan from the bound, as text."""
         best = f"{percent_above(self.ratio)} the best any plan could do"
         off = f"with speeds off by {min(ERROR_BAND):g}x to {max(ERROR_BAND):g}x"
         halves = "of backward and next forward " if self.crosses else ""
@@ -154,7 +144,7 @@ class Certificate:
 
 
 def percent_above(ratio: float) -> str:
-    """A ratio to the best there can be, for people: `28% above`; of 1 `less than 0.1% above`."""
+    """Return a ratio to the bound as text: `28% above`; for 1, `less than 0.1% above`."""
     above = ratio - 1
     if above < 0.0005:
         return "less than 0.1% above"
@@ -162,19 +152,19 @@ def percent_above(ratio: float) -> str:
 
 
 class PlanResult(NamedTuple):
-    """A plan, and what it was predicted to reach if it was made from a cost."""
+    """A plan, and its certificate if it was made from a cost."""
 
     plan: BucketPlan
     certificate: Certificate | None = None
 
 
 def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
-    """Buckets by size in MiB, closed as torch's DDP closes them; `math.inf`: one after the first of each key."""
+    """Plan buckets by size in MiB, as torch's DDP does; `math.inf`: one bucket after the first of each key."""
     return PlanResult(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(FIRST_CAP_MB, cap_mb)))
 
 
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> PlanResult:
-    """One bucket, for each key, for each stretch of gradients, in launch order, of one unit.
+    """Plan one bucket for each key in each run of consecutive gradients, in launch order, of one unit.
 
     `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
     """
@@ -188,11 +178,10 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
 
 
 def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> PlanResult:
-    """The partition that is best in the worst case: over speeds off by 0.5x to 2x.
+    """Plan the partition that is best in the worst case, over speeds off by 0.5x to 2x.
 
-    All ranks pass the same times, so they get the same plan. A backward whose length is not known is taken to be as
-    long as the communication: the case in which the buckets matter most. `gradients` may be in any order; equally ready
-    ones are launched in it.
+    All ranks pass equal times, so they get equal plans. A backward of unknown duration is assumed to be as long as the
+    communication, because buckets matter most in this case. `gradients` may be in any order; ties are launched in it.
     """
     ordered = sorted(gradients, key=times.of)
     backward_s = backward_seconds(ordered, times, cost)
@@ -208,11 +197,11 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
 def robust_partition(
     gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float
 ) -> tuple[Partition, Certificate]:
-    """Of the earliest partitions for each speed in `ERROR_BAND`, of fixed caps, and of these with buckets joined: the
-    one with the least worst ratio; of about equal ones the fewest buckets. `gradients` are in launch order.
+    """Return the candidate with the least worst ratio; of about equal ones, that with the fewest buckets.
 
-    The price: where latency matters most, it ends some percent later than the earliest if the belief was right (at most
-    8 % for six models on 30 links, 64 ranks, computed on 2026-11-28).
+    Candidates are the earliest partition for each speed in `ERROR_BAND`, fixed caps, and these with joined buckets.
+    `gradients` are in launch order. If latency dominates and the estimate is right, the result ends later than the
+    earliest by at most 8 % (six models on 30 links, 64 ranks, computed on 2026-11-28).
     """
     bounds = _bounds(gradients, cost, backward_s)
     promise = partial(certify, gradients, cost=cost, backward_s=backward_s, bounds=bounds)
@@ -241,7 +230,7 @@ def certify(
     backward_s: float,
     bounds: Sequence[float] | None = None,
 ) -> Certificate:
-    """What a given partition is predicted to reach. `bounds`: by speed, if they are known."""
+    """Return the certificate of a partition. `bounds`: for each speed in `ERROR_BAND`; `None`: computed."""
     bounds = bounds or _bounds(gradients, cost, backward_s)
     jobs = jobs_of(gradients, partition, cost)
     ends = [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in ERROR_BAND]
@@ -254,16 +243,16 @@ def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s:
 
 
 def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Partition:
-    """Stretches of the launch order, each of which finishes as early as the ones before it allow.
+    """Split the launch order into runs, each of which finishes as early as the runs before it allow.
 
-    With one key that is exact. With several, a stretch is planned as if it were one bucket and becomes one for each
-    key; several stages count as one. With taken(k), how long the first k gradients take without latencies:
+    This is exact for one key. With several, a run is planned as one bucket and becomes one for each key. Several stages
+    count as one. taken(k) is the transfer time of the first k gradients, without latencies:
 
         finish(k) = latency + taken(k) + min over i < k of [max(finish(i), ready(k)) - taken(i)]
 
-    finish grows with i and ready with k, so of all i with finish(i) <= ready(k) only the last, `low`, counts, now and
-    later. Of the others only the first counts: from one to the next finish grows by at least what is taken between,
-    for a bucket that ends later starts no earlier. So there are two choices for each k.
+    finish grows with i and ready with k. So of all i with finish(i) <= ready(k) only the last, `low`, counts, now and
+    later. Of the others only the first counts: from one to the next, finish grows by at least the time taken between,
+    because a bucket that ends later starts no earlier. So there are two choices for each k.
 
     Source: MG-WFBP (arXiv 1912.09268), which tries every i.
     """
@@ -291,12 +280,11 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
 def _joined(
     gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost, deadlines_s: Sequence[float]
 ) -> Partition:
-    """Each bucket joined with the next one of its key, as long as all end by the deadline of each speed. Several stages
-    count as one."""
+    """Join each bucket with the next one of its key if all meet each speed's deadline; several stages count as one."""
     released, buckets = release_times(gradients), list(partition)
     seconds = [job.seconds for job in jobs_of(gradients, partition, cost)]
-    after = list(accumulate(reversed(seconds), initial=0.0))  # by how many buckets that is
-    free_s, place = [0.0] * len(ERROR_BAND), 0  # the network is free again, at each speed
+    after = list(accumulate(reversed(seconds), initial=0.0))  # total of the last n buckets, by n
+    free_s, place = [0.0] * len(ERROR_BAND), 0  # when the network is free, at each speed
 
     def carried(free_s: Sequence[float], bucket: tuple[int, ...], taken: float) -> list[float]:
         ready_s = released[bucket[-1]]

@@ -1,7 +1,4 @@
-"""How a gradient becomes the average over all ranks: pure data, part of the key of its bucket.
-
-`passes/reduction.py` carries it out.
-"""
+"""How gradients are averaged over all ranks: pure data, part of a bucket's key. `passes/reduction.py` executes it."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import Any, Final, NamedTuple
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import Backend
 
-MOST_IN_FLOAT16: Final = 1e6  # float16 ends at 6e-8
-# float32 and bfloat16 end at 1e-38 and 3e38: a factor that is infinite there makes NaN of zeros.
+MOST_IN_FLOAT16: Final = 1e6  # the least float16 is 6e-8
+# The range of float32 and bfloat16 is 1e-38 to 3e38: an infinite factor would turn zeros into NaN.
 LEAST_FACTOR, MOST_FACTOR = 1e-30, 1e30
 
 ALL_REDUCE: Final = "all_reduce"
@@ -23,11 +20,8 @@ ALL_GATHER: Final = "all_gather"
 EXCHANGE: Final = "exchange"
 ALL_TO_ALL: Final = "all_to_all"
 
-CALLED: Final = "called"
-"""The key, in place of a functional hook's, of a Python hook: it is called with each bucket, and never captured."""
-
-ROUNDS: Final = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)
-"""What a functional comm hook may ask for."""
+CALLED: Final = "called"  # `hook` key of any Python hook, which is called with each bucket and never captured
+ROUNDS: Final = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)  # collectives that a functional comm hook may use
 
 WHOLE: Final = "whole"
 INSIDE: Final = "inside"
@@ -35,9 +29,9 @@ BETWEEN: Final = "between"
 
 
 class Load(NamedTuple):
-    """What a stage puts on a link: a tensor of so many bytes, `phases` times.
+    """The traffic of a stage on a link: a tensor of `nbytes`, `phases` times.
 
-    An all-reduce is two phases, a reduce-scatter and an all-gather; every other collective is one of them.
+    An all-reduce has two phases, a reduce-scatter and an all-gather. Every other collective has one.
     """
 
     link: str
@@ -46,12 +40,12 @@ class Load(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`; or `exchange`: an all-to-all after
-    which each rank adds up what it got, which is a reduce-scatter for backends whose reduce-scatter saves no bytes.
+    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `exchange`. The latter is an
+    all-to-all and a local sum: a reduce-scatter for backends whose own saves no bytes.
 
-    `reduce_op`: `sum` or `avg`, empty where nothing is added up. `parts`: into how many equal parts a tensor is cut,
-    each for one rank of the group, or of how many it is put together. `link`: which network its group is on: the
-    `whole` one, or of two levels that `inside` a node or `between` nodes.
+    `reduce_op`: `sum` or `avg`; empty if nothing is summed. `parts`: the number of equal parts, one for each rank of
+    the group, into which a tensor is split or from which it is gathered. `link`: the network of the group: `whole`,
+    or on two levels `inside` a node or `between` nodes.
     """
 
     op: str
@@ -61,7 +55,7 @@ class Stage(NamedTuple):
     link: str = WHOLE
 
     def numel_behind(self, numel: int) -> int:
-        """How many elements a rank has of a tensor that had so many before this stage."""
+        """Return the numel of a rank's tensor after this stage, from that before it."""
         if self.op in (REDUCE_SCATTER, EXCHANGE):
             return numel // self.parts
         return numel * self.parts if self.op == ALL_GATHER else numel
@@ -69,8 +63,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Two levels of network: names of this rank's groups `inside` its node and `between` nodes, and all ranks by
-    node."""
+    """Two network levels: names of this rank's groups `inside` its node and `between` nodes; all ranks by node."""
 
     inside: str
     between: str
@@ -81,7 +74,7 @@ class Levels:
         return len(self.ranks[0])
 
     def stages(self, reduce_op: str, backend: Backend) -> tuple[Stage, ...]:
-        """Reduce-scatter inside a node, all-reduce of each part between nodes, all-gather inside."""
+        """Return a reduce-scatter inside a node, an all-reduce of each part between nodes, an all-gather inside."""
         return (
             Stage(scattering(backend), self.inside, reduce_op, self.ranks_inside, INSIDE),
             Stage(ALL_REDUCE, self.between, reduce_op, link=BETWEEN),
@@ -91,13 +84,13 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Each contribution times `scale` in the dtype `wire`, the stages one after the other, the result times
-    `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
+    """A reduction: gradients times `scale` in dtype `wire`, all stages, the result times `post_scale` in the gradient's
+    dtype. Factors are applied in the wider of the two dtypes, with one rounding each.
 
     `wire`: name of a floating dtype; `None`: the gradient's. `hook`: key of a functional comm hook, which computes the
-    inputs of each stage and the reduced gradients; nothing is scaled or cast for it. `CALLED`: a Python hook, which
-    launches its collectives itself: the stage is what a cost assumes. `given`: how many of the two factors compiled
-    code asks for when it runs; the others are constants, which the kernel that computes a gradient may apply.
+    inputs of each stage and the reduced gradients; nothing is scaled or cast for it. With `CALLED`, a Python hook
+    launches its own collectives, and the stage is an assumption for the cost. `given`: how many of the two factors
+    compiled code reads at run time. The others are constants, which the kernel that computes a gradient may apply.
     """
 
     stages: tuple[Stage, ...]
@@ -108,46 +101,45 @@ class Reduction:
     given: int = 0
 
     def for_code(self) -> Reduction:
-        """As compiled code knows it: the same for all factors that it asks for when it runs."""
+        """Return the reduction for compiled code: equal for all values of the factors that code reads at run time."""
         scale, post_scale = (1.0,) * self.given + (self.scale, self.post_scale)[self.given :]
         return replace(self, scale=scale, post_scale=post_scale)
 
     @property
     def reduce_op(self) -> str:
-        """For people: how stages add up; their names, if none does."""
+        """How the stages reduce, for display; the names of their collectives if none reduces."""
         adding = [stage.reduce_op for stage in self.stages if stage.reduce_op]
         return " ".join(dict.fromkeys(adding or (stage.op for stage in self.stages)))
 
     @property
     def parts(self) -> int:
-        """Into how many equal parts a tensor is cut at most."""
+        """The least common multiple of the stages' `parts`."""
         return math.lcm(*(stage.parts for stage in self.stages))
 
     @property
     def is_scattered(self) -> bool:
-        """Whether each rank keeps its part of the result only."""
+        """Whether each rank keeps only its shard of the result."""
         return self.hook is None and self.stages[-1].op in (REDUCE_SCATTER, EXCHANGE)
 
     @property
     def ranks_inside(self) -> int:
-        """Ranks of a node on two levels of network; 1 on one."""
+        """Ranks of a node on two network levels; 1 on one level."""
         return next((stage.parts for stage in self.stages if stage.link == INSIDE), 1)
 
     @property
     def multiple_of(self) -> int:
-        """Of elements, for a tensor whose parts start at 16 bytes in any dtype: with others NCCL takes longer
-        (pytorch#195450). A hook cuts what it sends itself.
-        """
+        """The numel of a bucket is a multiple of this. It aligns parts to 16 bytes in any dtype, because NCCL is slower
+        otherwise (pytorch#195450). A hook splits tensors itself, so 1."""
         return 1 if self.parts == 1 or self.hook is not None else 16 * self.parts
 
     def numels(self, numel: int) -> Iterator[int]:
-        """How many elements of a tensor with `numel` each stage takes; with a hook at most, as a rule."""
+        """Yield the input numel of each stage for a tensor of `numel`; with a hook usually an upper limit."""
         for stage in self.stages:
             yield numel
             numel = stage.numel_behind(numel)
 
     def loads(self, nbytes: int, sent: Sequence[int] = ()) -> tuple[Load, ...]:
-        """What each stage carries of so many bytes on the wire. `sent`: what a hook sends in each stage."""
+        """Return the load of each stage for `nbytes` on the wire. `sent`: bytes that a hook sends in each stage."""
         parts = 1 if sent else self.parts
         given = zip(self.stages, sent or self.numels(nbytes * parts), strict=True)
         return tuple(
@@ -163,7 +155,7 @@ class Reduction:
         return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels + parts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data. Names of groups are left out: they differ between ranks."""
+        """Return plain data without the names of groups, which differ between ranks."""
         return asdict(self) | {"stages": [stage._replace(group="")._asdict() for stage in self.stages]}
 
     @staticmethod
@@ -173,26 +165,25 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How the gradients of a module are averaged, in any dtype: divided by all of the divisor before they are added, or
-    in a collective that averages; in float16 by a part of it, see `before_the_sum`.
-    """
+    """How a module's gradients are averaged, in any dtype: divided before the sum, or by a collective that averages.
+    float16 is divided by a part of the divisor before the sum, see `before_the_sum`."""
 
-    wire: str | None = None  # dtype in which they are added up; `None`: their own
-    divide_by: float | None = None  # what the sum is divided by; `None`: the number of ranks
-    in_collective: bool = True  # let the collective average where the backend can
-    all_before: bool = False  # divide by all of it before the sum, float16 too
-    given: bool = False  # it changes often: compiled code asks for the factors that follow from it when it runs
+    wire: str | None = None  # dtype of the sum; `None`: the gradient's
+    divide_by: float | None = None  # divisor of the sum; `None`: the number of ranks
+    in_collective: bool = True  # let the collective average if the backend can
+    all_before: bool = False  # divide by the whole divisor before the sum, also in float16
+    given: bool = False  # the divisor changes often: compiled code reads the factors at run time
     hook: str | None = None  # key of the functional comm hook that reduces, or `CALLED`
     rounds: tuple[str, ...] = (ALL_REDUCE,)  # of `ROUNDS`, the hook's collectives
-    scattered: bool = False  # each rank keeps its part of the result only
+    scattered: bool = False  # each rank keeps only its shard of the result
 
     def reduction(
         self, group: str, backend: Backend, world_size: int, dtype: str, levels: Levels | None = None
     ) -> Reduction:
-        """The reduction of gradients of one dtype over a group, by its `levels` if it has some.
+        """Return the reduction of gradients of one dtype over a group, on its `levels` if it has any.
 
-        Factors are applied before and after all stages; in collectives that average, each stage divides by its ranks,
-        as FSDP2 does. An error if a flag in the same bucket would be divided down to zero, or become NaN.
+        Factors are applied before and after all stages. With collectives that average, each stage divides by its ranks,
+        as in FSDP2. Raises `ConfigError` if the divisor would turn a flag in the same bucket into zero or NaN.
         """
         if self.hook is not None:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
@@ -227,16 +218,16 @@ class Averaging:
 
 
 def scattering(backend: Backend) -> str:
-    """The stage after which each rank has its part of a sum."""
+    """Return the op of a stage after which each rank has its shard of a sum."""
     return REDUCE_SCATTER if backend.scatters else EXCHANGE
 
 
 def launch_order(buckets: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
-    """In which order buckets launch their stages: a bucket and one of its stages, by number. The same on every rank.
+    """Yield bucket and stage, by number, in the order of their launches, which is equal on every rank.
 
-    A stage waits for the one before it, and compute waits with it. So a second stage is launched one bucket later, when
-    its first is over. The last stage on two levels, inside a node, comes after all that the slow link has to carry:
-    only the end of the backward needs it. Over one link, as by a comm hook, that would gain nothing.
+    A stage waits for the previous one, and compute waits with it. So a second stage is launched one bucket later, when
+    its first has ended. On two levels, the last stage, inside a node, follows all traffic of the slow link: only the
+    end of the backward needs its result. On one link, as with a comm hook, this would gain nothing.
 
         bucket 0    first         second                        last
         bucket 1           first          second                      last
@@ -256,13 +247,13 @@ def launch_order(buckets: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
 
 
 def is_handed_back_at_the_end(stages: Sequence[Any]) -> bool:
-    """Whether the last stage of a bucket comes after the first ones of all: another link carries it."""
+    """Return whether the last stage of a bucket follows the other stages of all buckets: another link carries it."""
     return len(stages) > 1 and stages[-1].link != stages[-2].link
 
 
 def before_the_sum(divisor: float) -> float:
-    """The power of two by which float16 is divided before it is added up: near the square root of the whole, so that
-    neither one large contribution nor the sum of many leaves its range.
+    """Return the power of two by which float16 is divided before the sum. It is near the square root of the divisor, so
+    neither one large contribution nor the sum of many leaves the range of float16.
 
     Source: FSDP, `_get_gradient_divide_factors` of torch's `fsdp/_fully_shard/_fsdp_collectives.py`.
     """

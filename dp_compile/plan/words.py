@@ -1,4 +1,4 @@
-"""Numbers in words: counts, sizes and ranks as people read them; and text in 80 columns."""
+"""Text for display: counts, sizes and ranks, tables, and lines of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SHORTEST_CELL: Final = 12
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun: `1 bucket`, `2 buckets`."""
+    """Return a number with its noun: `1 bucket`, `2 buckets`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes for people: `1.5 MiB`."""
+    """Return a number of bytes with its unit: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -27,15 +27,15 @@ def format_bytes(nbytes: float) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
-    """`rank 1`, or `ranks 0, 2 and 12 more`."""
+    """Return ranks as text: `rank 1`, or `ranks 0, 2 and 12 more`."""
     named = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
     return f"rank{'s' * (len(ranks) > 1)} {named}"
 
 
 def table(rows: Sequence[Sequence[str]], *, left: Sequence[int], width: int = WIDTH, between: str = "  ") -> list[str]:
-    """Rows of cells as lines of at most `width`. The columns `left` are text, and to the left.
+    """Return rows of cells as lines of at most `width`, with the columns `left` aligned to the left.
 
-    In the widest of them a cell that is too long loses its middle: `blocks..bias`.
+    In the widest of these, the middle of a cell that is too long is omitted: `blocks..bias`.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widest = max(left, key=widths.__getitem__)
@@ -51,7 +51,7 @@ def table(rows: Sequence[Sequence[str]], *, left: Sequence[int], width: int = WI
 
 
 def in_columns(text: str) -> str:
-    """Text whose lines are at most `WIDTH` long: one that is longer goes on, indented by two more."""
+    """Wrap lines that are longer than `WIDTH`; continuation lines are indented by two more."""
     lines = ((line, " " * (len(line) - len(line.lstrip()) + 2)) for line in text.splitlines())
     fill = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(fill(line, subsequent_indent=indent) for line, indent in lines)
