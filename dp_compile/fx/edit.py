@@ -23,7 +23,7 @@ _ENDS: Final = {"placeholder": 0, "output": 2}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The unit of work, a pair of positions, for which a pass created a node, and the positions of its members."""
+    """The unit of work (two positions) for which a pass created a node, and the members of the unit that it serves."""
 
     unit: tuple[int, int]
     members: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ def last_name(node: fx.Node) -> str:
 
 
 def type_text(value: Any) -> str:
-    """Return a tensor's dtype and shape, `float32[2, 3]`; for a list its length; else the Python type."""
+    """Return a tensor's dtype and shape, `float32[2, 3]`; for a list `2 tensors`; else the Python type."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)):

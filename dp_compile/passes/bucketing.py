@@ -147,7 +147,7 @@ class GraphOps:
         return [node.all_input_nodes[0] for node in self.reductions]
 
     def view_back(self, reduced: fx.Node, place: int) -> fx.Node:
-        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter's differ."""
+        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter has others."""
         gradient, offset, member = self.bucket.members[place].gradient, self.bucket.members[place].offset, (place,)
         shape, promised = list(gradient.shape), tuple(self.reductions[place].meta["val"].stride())
         # A dimension of size one may have any stride.
@@ -286,7 +286,7 @@ def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bo
         left, right = cast(tuple[fx.Node, fx.Node], node.args)
         if not statically_known_true(right.meta["val"].shape[-2] > 0):
             return False
-        # With beta = 0 the addend is not read. A row of the right operand has its shape and needs no memory.
+        # With beta = 0 the addend is not read. A row of the right operand has a valid shape and needs no memory.
         batched = node.target is aten.bmm.default
         row, given = (aten.slice.Tensor, (right, 1, 0, 1)) if batched else (aten.select.int, (right, 0, 0))
         node.args = (edit.insert_call(node.graph, node, row, given, provenance), left, right)

@@ -100,7 +100,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
 
 
 def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """Return for each node the only accumulation that depends on it; `None`: several, or another output."""
+    """Return for each node the only accumulation that depends on it; `None`: several do, or another output."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in reversed(nodes):
         needed_by = {found[user] for user in node.users}

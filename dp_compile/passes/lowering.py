@@ -4,8 +4,7 @@ The bucket is allocated before its members are computed. A matrix product gets i
 Generated code stores there, with the factor applied. A gradient is copied only if its kernel allocates the result
 itself, or if other nodes read it. Large buckets reuse the memory of the last backward (`memory.py`).
 
-Gaps between members are undefined unless the op requests zeros. Collectives reduce them; only NCCL's NaN check reads
-them.
+Gaps between members are undefined unless the op requests zeros. Only collectives and NCCL's NaN check read them.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
 
 
 def _lower_handing_over(op: Any, number: int, *args: Any) -> None:
-    """Lower an op whose tensors, argument `number`, are read after the code: by the network or an optimizer."""
+    """Lower an op whose tensors, argument `number`, are read later outside the graph: by a network or an optimizer."""
     for each in args[number]:
         each.realize()
         inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(each).get_name())

@@ -1,4 +1,4 @@
-"""Short text of a plan and a graph. It has no tracer-generated names, so it changes only if they do.
+"""Short text of a plan and a graph. It has no tracer-generated names, so it changes only with plan or graph.
 
        ... 37 nodes                                                       other nodes in between
        bucket 0 = 2 gradients: 2.bias .. 2.weight: float32[96]

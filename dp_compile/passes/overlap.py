@@ -84,7 +84,7 @@ def _computing_first_what_is_needed_first(
             if node not in turn:
                 turn[node] = number
                 stack.extend(needs[node])
-    # Nodes that no launch needs run while the slow link is busy: half a turn before the last stages.
+    # Nodes that no launch needs run while the slow link is busy: their turn is half a step before the last stages.
     gathers = itertools.takewhile(lambda launch: launch.target is ALL_GATHER, reversed(launches))
     last_stages = end - len(list(gathers))
 

@@ -78,7 +78,7 @@ def copy_what_is_returned_twice(graph: fx.Graph) -> None:
 
     autograd copies a gradient that it returns for two parameters, and so does the graph of compiled autograd. Inductor
     removes these copies as no-ops (`remove_noop_ops`, torch 2.13): the gradients of a weight and of a tensor added to
-    it became one tensor. A reduced gradient has its own place in a bucket.
+    it would become one tensor. A reduced gradient has its own place in a bucket.
     """
     output, taken, clone = graph.output_node(), set[fx.Node](), torch.ops.aten.clone.default
 

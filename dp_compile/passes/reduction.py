@@ -282,7 +282,7 @@ REDUCE_GRAD = make_op("reduce_grad(Tensor grad, int index, int replica) -> Tenso
 
 
 def emit(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
-    """Return a reduced gradient in the traced graph, a new tensor with the shape, dtype and strides of `grad`."""
+    """Emit the reduction of a gradient: a new tensor with the shape, dtype and strides of `grad`."""
     reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica)
     return reduced
 

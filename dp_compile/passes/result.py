@@ -43,7 +43,7 @@ class PassResult(NamedTuple):
 
 
 class GraphPass(Protocol):
-    """A frozen dataclass whose fields are its options. Its call changes a valid graph into a valid graph.
+    """A frozen dataclass whose fields are its options. Its call transforms a valid graph and leaves it valid.
 
     A pass does not communicate, has no state and does not depend on the rank. A node with a provenance (`fx/edit.py`)
     belongs to communication. Its `unit` is the position of the module in the backward and of the bucket in the plan.

@@ -25,7 +25,7 @@ from dp_compile.plan.buckets import BucketPlan
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
-    """Return plan and `Updates` (`replica/sinks.py`) of a module in the backward that this thread runs."""
+    """Return a module's plan and its `Updates` (`replica/sinks.py`) for the backward that this thread runs."""
     now = this_thread.running
     if replica >= len(now.optimizers):
         raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")

@@ -30,7 +30,7 @@ from dp_compile.plan.words import BYTES_PER_MB
 
 FORWARD_SHARE: Final = 0.5  # duration of a forward over its backward: one product for each two of the backward
 PARTS: Final = (4, 6, 8, 12, 16, 24, 32)  # numbers of buckets of about equal size that are tried
-SPLITS: Final = 8  # how many lengths are tried of the part in ready order, before the others in read order
+SPLITS: Final = 8  # number of tried splits into buckets in ready order and, after them, buckets in read order
 SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)  # network time over its estimate, for the same backward
 
 

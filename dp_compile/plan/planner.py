@@ -34,13 +34,14 @@ from dp_compile.plan.words import BYTES_PER_MB
 ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
 ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
 
-ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)  # network over backward time, relative to the estimate, the first
+# Factors by which the network may be slower, compared with the backward, than estimated; the estimate itself is first.
+ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)  # factors on the latency, for candidates with fewer buckets
 # Shares of the best end so far by which joined buckets have to end: below 1, because several stages count as one.
 SHARES: Final = (1.0, 0.99, 0.97, 0.95)
 CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0  # of the first bucket of each key, as in torch's DDP: communication starts early
-SLACK: Final = 2e-3  # ends within this share count as equal: fewer buckets take less processor time, which has no model
+SLACK: Final = 2e-3  # ends within this share count as equal: fewer buckets save processor time, which has no model
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class ReadyTimes:
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
-    """Return times from parameters alone, in the given order: work is proportional to numel, without vectors. Exact for
+    """Return times from parameters alone, in the given order: work is proportional to numel, and 0 for vectors. Exact for
     dense layers, which take 4 FLOPs for each token and element."""
     work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
     total = sum(work) or 1
