@@ -94,8 +94,8 @@ class ReadyTimes:
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
-    """Return times from parameters alone, in the given order: work is proportional to numel, and 0 for vectors. Exact for
-    dense layers, which take 4 FLOPs for each token and element."""
+    """Return times from parameters alone, in the given order. Work is proportional to numel, and zero for vectors. This
+    is exact for dense layers, which take 4 FLOPs for each token and element."""
     work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
     total = sum(work) or 1
     shares = {gradient.index: done / total for gradient, done in zip(gradients, accumulate(work), strict=True)}
