@@ -235,8 +235,7 @@ def _table(this: Explanation, most: int) -> Iterator[str]:
         cells += [step.time_text(time).removesuffix(" ms").removesuffix("%") for time in (each.planned or ())[:4]]
         cells += [format_ms(each.measured.waited_s).removesuffix(" ms")] if each.measured else []
         rows.append([*cells, each.why or each.members[0]])
-    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed
-    about += ["waited is measured, all else planned"] * seen
+    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["only waited is measured"] * seen
     yield "Buckets in launch order, n gradients each" + (f" ({'; '.join(about)})" if about else "")
     yield from table(rows, left=[len(rows[0]) - 1])
     if len(shown) < len(this.buckets):
