@@ -1,14 +1,14 @@
-"""Optimizers as sinks of reduced gradients: updates in the backward, or left for the next forward.
+"""Optimizers as sinks of reduced gradients: updates run in the backward, or are deferred to the next forward.
 
-The engine knows a sink by its protocol only (`replica/sinks.py`): `update_request` says what a backward updates,
-`apply` takes reduced gradients, `ended` and `interrupted` close the backward. Here a sink is composed of
+The engine uses only the sink protocol (`replica/sinks.py`): `update_request` names the parameters that a backward
+updates, `apply` takes reduced gradients, `ended` and `interrupted` close the backward. A sink consists of
 
-    Update      updates of whole parameters, and guards around the optimizer's `step()` (`update.py`)
-      setup     one module and one optimizer, weakly, with the options that were given (`setup.py`)
-      deferred  None, or Deferred: work that is left for the next forward (`deferred.py`, `readers.py`, `forward.py`)
-    Shard       an Update by which each rank updates its elements of parameters, with their state (`shard.py`)
+    Update      updates whole parameters, and guards the optimizer's `step()` (`update.py`)
+      setup     weak references to one module and one optimizer, and the options (`setup.py`)
+      deferred  None, or Deferred: work that the next forward waits for (`deferred.py`, `readers.py`, `forward.py`)
+    Shard       an Update in which each rank updates its elements of parameters and holds their state (`shard.py`)
 
-`in_backward()` makes one, `remove_in_backward()` takes it out again.
+`in_backward()` installs a sink, `remove_in_backward()` removes it.
 """
 
 from dp_compile.optim.clipping import clip_grad_norm_ as clip_grad_norm_

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_()`: the norm of gradients of which some are DTensors, each element counted once."""
+"""`clip_grad_norm_()`: the gradient norm of plain parameters and DTensors, with each element counted once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, for plain parameters and DTensors together.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, for plain parameters and DTensors together.
 
     torch's function accepts DTensors of one mesh only, without plain tensors. This one all-reduces the norms of sharded
     gradients over their mesh and counts replicated gradients once. Collective: call it on all ranks of the mesh, after
@@ -42,9 +42,9 @@ def clip_grad_norm_(
         The total norm before clipping: a plain tensor, equal on every rank.
 
     Raises:
-        ConfigError: `norm_type` is not above zero, and there are DTensors.
-        ReductionError: an optimizer with `in_backward()` has used gradients already.
-        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+        ConfigError: `norm_type` is not above zero, and some gradients are DTensors.
+        ReductionError: an optimizer with `in_backward()` has already updated with these gradients.
+        RuntimeError: `error_if_nonfinite` is set, and the norm is NaN or infinite.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for found in filter(None, map(owners.find, given)):
@@ -78,15 +78,15 @@ def clip_grad_norm_(
 def _norm(
     parts: Sequence[torch.Tensor], order: float, groups: Sequence[dist.ProcessGroup], foreach: bool | None
 ) -> torch.Tensor:
-    """The norm of parts, with those that the other ranks of some groups hold; float64, as powers of it are sent."""
+    """Return the norm of `parts` and of the other ranks' parts in `groups`, in float64 for the reduced powers."""
     device = parts[0].device
-    own = [part for part in parts if part.numel()]  # a rank may hold nothing of a short dimension
+    own = [part for part in parts if part.numel()]  # a rank's shard of a short dimension may be empty
     norm: torch.Tensor = torch.zeros((), dtype=torch.float64, device=device)
     if own:
         norm = torch.nn.utils.get_total_norm(own, order, foreach=foreach).to(device, torch.float64)
     for group in groups:
         if math.isinf(order):
-            # No rank's NaN may get lost.
+            # MAX may drop a NaN (gloo), so a flag carries it.
             both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             norm = torch.where(both[1] > 0, math.nan, both[0])

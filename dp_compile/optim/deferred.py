@@ -1,8 +1,8 @@
 """`Deferred`: work of a backward that the next forward waits for.
 
 A `Pending` is an update whose gradients are being reduced, or an all-gather of updated parameters (`shard.py`). While
-it is in flight, `passes/crossing.in_flight` has it by the address of each of its parameters; a reader of one of these
-calls its `complete()` before (`readers.py`).
+in flight, it is in `passes/crossing.in_flight` by the address of each parameter. Readers of a parameter call its
+`complete()` first (`readers.py`).
 """
 
 from __future__ import annotations
@@ -31,26 +31,24 @@ _lock = threading.RLock()
 
 
 class Deferred:
-    """What one optimizer has in flight of one module."""
+    """Work in flight of one optimizer on one module."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._options: tuple[dict[str, Any], ...] = ()
         self.pending: list[Pending] = []
-        self.last: dict[str, Any] = {}
-        """What the last backward did not wait for, by names of an `OptimizerRecord`."""
-        self._stays = False
-        """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
+        self.last: dict[str, Any] = {}  # `OptimizerRecord` fields of the work that the last backward deferred
+        self._stays = False  # the last forward was one graph that waits per parameter, so the next may be too
 
     def begin(self) -> None:
-        """A backward begins: nothing stays in flight, and its updates use the options that the optimizer has now."""
+        """Complete all work in flight, and copy the optimizer's current options for the updates of this backward."""
         self.complete()
         self._options = options_of(self._setup.optimizer, copied)
 
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Keep launched reductions, and which parameters they update."""
+        """Add the update of parameters `indices` by `launched` reductions; in a dry run only wait for them."""
         setup = self._setup
         nbytes = sum(tensor.nbytes for tensor in launched)
         pending = PendingUpdate(
@@ -64,7 +62,7 @@ class Deferred:
             self.pending.append(pending)
 
     def ended(self) -> None:
-        """The backward has ended: from here on others may read."""
+        """Register the work in flight when the backward has ended, and install hooks by which readers wait for it."""
         pending = self.pending
         self.last = {
             "updates": len(pending),
@@ -80,37 +78,37 @@ class Deferred:
         self._stays = whole
 
     def step_ended(self) -> None:
-        """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
+        """Complete the updates of the last backward, unless the next forward waits for each of them."""
         self.last["stayed"] = self._stays
         if not self._stays:
             self.complete()
-        self._stays = False  # Each forward sets it: one that breaks before its first graph does not.
+        self._stays = False  # Each forward sets it, except one with a graph break before its first graph.
 
     @property
     def has_in_flight(self) -> bool:
         return any(not each.is_over for each in self.pending)
 
     def complete(self) -> None:
-        """Let nothing be in flight."""
+        """Complete all work in flight. If one update fails, drop the later ones."""
         pending, self.pending = self.pending, []
         try:
             for each in pending:
                 each.complete()
         except BaseException:
             for each in pending:
-                with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: named once
+                with contextlib.suppress(RuntimeError):  # a lost rank fails all collectives: raise the first error
                     each.drop()
             raise
 
     def release(self) -> None:
-        """The module is not replicated any more: it is left as it was."""
+        """Complete all work in flight, and remove the hooks of a module that is no longer replicated."""
         self.complete()
         replica = self._setup.find_replica()
         if replica is not None and (root := replica.module.root()) is not None:
             take_hooks_off(root)
 
     def drop(self) -> None:
-        """Wait for what is in flight, and update nothing: the backward has failed."""
+        """Wait for the collectives in flight without updating, because the backward failed."""
         pending, self.pending = self.pending, []
         for each in pending:
             each.drop()
@@ -118,10 +116,10 @@ class Deferred:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Pending(ABC):
-    """Work on some parameters that is in flight. Keeps them alive as long as that is so.
+    """Work in flight on some parameters, which it keeps alive.
 
-    `indices`: of the parameters. `buckets`: by their numbers in the plan. `nbytes`: of what is in flight.
-    `versions`: where each of its parameters lay and how often it had been written to, at `register`.
+    `indices`: of the parameters. `buckets`: their numbers in the plan. `nbytes`: of the tensors in flight.
+    `versions`: address and version counter of each parameter at `register()`.
     """
 
     setup: Setup
@@ -134,11 +132,11 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for its collectives."""
+        """Wait for the collectives without updating."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait, and let the parameters be those of the step."""
+        """Wait for the collectives and write the updated parameters."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -146,7 +144,7 @@ class Pending(ABC):
 
     def register(self) -> None:
         self.versions = self._versions_now()
-        in_flight.update((address, self) for address, _ in self.versions if address)  # an empty parameter's is 0
+        in_flight.update((address, self) for address, _ in self.versions if address)  # 0: an empty parameter
 
     def _end(self) -> None:
         self.is_over = True
@@ -162,7 +160,7 @@ class Pending(ABC):
                 return
             self._end()
             try:
-                # What was written would be lost, or get an update on top that belongs to what was there before.
+                # An all-gather would overwrite a write of the user; an update was computed for the value before it.
                 pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
                 written = [index for index, before, now in pairs if before != now]
                 if written:
@@ -171,9 +169,8 @@ class Pending(ABC):
                         "(overlap_forward=True). Call dp_compile.optim.synchronize(model) before changing parameters "
                         "directly."
                     )
-                # The first read may be in inference mode, which the optimizer's state must not be of; or in Dynamo,
-                # which looks at the module's buffers while it traces; under a mode of fake tensors; or in a transform
-                # of torch.func.
+                # The first reader may run in inference mode (but optimizer state must be normal tensors), in Dynamo,
+                # which reads buffers while it traces, under a fake tensor mode, or in a torch.func transform.
                 with (
                     compiler.not_compiling(),
                     autograd.as_outermost_code(),
@@ -199,8 +196,8 @@ class Pending(ABC):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PendingUpdate(Pending):
-    """An update whose gradients are being reduced. `optimizer`: kept alive. `launched`: buckets with their numbers in
-    the plan, and the tensor each was launched with."""
+    """An update whose gradients are being reduced. Keeps `optimizer` alive. `launched`: number, bucket and tensor of
+    each launched reduction."""
 
     optimizer: torch.optim.Optimizer
     options: tuple[dict[str, Any], ...]

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="dp_compile")`: a forward that waits for each update in front of its first use."""
+"""`torch.compile(model, backend="dp_compile")`: a forward that waits for each update before the first read."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def compile_forward(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each graph. Compiles as the backend `inductor` does, or as the module's `config` says.
+    """Compile a graph of Dynamo with Inductor, or with `aot_eager` if the config of a module that defers says so.
 
-    Modules without an optimizer that overlaps the forward (`in_backward(..., overlap_forward=True)`) get the code that
-    they would get from `inductor`, after a check whether anything is in flight.
+    A module without deferred updates (`in_backward(..., overlap_forward=True)`) gets Inductor's code, after a check
+    for work in flight.
 
     Args:
-        graph_module: the graph, its parameters among the inputs.
+        graph_module: the graph, whose inputs include the parameters.
         inputs: an example of each input.
-        mode: as of `torch.compile(mode=...)`.
-        options: as of `torch.compile(options=...)`.
+        mode: as in `torch.compile(mode=...)`.
+        options: as in `torch.compile(options=...)`.
 
     Raises:
-        ConfigError: such an optimizer is there, and so are CUDA graphs, which would replay the forward without waiting.
+        ConfigError: updates are deferred and CUDA graphs are on, which would replay the forward without waiting.
     """
     parameters = {position: each for position, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
     crossing = {position: found for position, each in parameters.items() if (found := _deferring_replica_of(each))}
@@ -63,7 +63,7 @@ def compile_forward(
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, waits, settings)
     if breaks:
         for replica in first:
-            replica.wait_for_updates()  # code between the graphs may read any parameter, now too
+            replica.wait_for_updates()  # uncompiled code between the graphs may read any parameter, in this call too
     return _waiting_by_itself(compiled, tuple(first.values()), breaks=breaks, starts_here=starts_here)
 
 
@@ -73,7 +73,7 @@ def _deferring_replica_of(parameter: nn.Parameter) -> Replica | None:
 
 
 def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Callable[..., Any]:
-    """Code without parameters with which a forward in pieces starts: the pieces after it may read any."""
+    """Wrap code that starts a forward: complete all work in flight first, as later graphs may read any parameter."""
 
     def run(*args: Any) -> Any:
         for each in set(in_flight.values()):
@@ -85,10 +85,10 @@ def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Call
 
 
 def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ...]) -> Callable[..., Any]:
-    """Code that does not wait by itself, as nothing of its module crosses a step.
+    """Wrap code of a module without deferred updates: wait for its parameters if any work is in flight.
 
-    Dynamo may run it for another module of the class: it distinguishes parts by their hooks, but not by those that it
-    does not look at (`skip_nnmodule_hook_guards`, torch 2.13).
+    Dynamo may run the code for another module of the same class, because its guards skip some hooks
+    (`skip_nnmodule_hook_guards`, torch 2.13).
     """
 
     def run(*args: Any) -> Any:
@@ -102,11 +102,11 @@ def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ..
 def _waiting_by_itself(
     compiled: Callable[..., Any], parameters: Sequence[int], *, breaks: bool, starts_here: bool
 ) -> Callable[..., Any]:
-    """Code that waits for each parameter that it reads.
+    """Wrap code that waits for each parameter that it reads.
 
-    `parameters`: the position of one parameter of each module among its inputs. Modules of one class share code.
-    `breaks`: what follows it is not compiled, and may read anything. `starts_here`: the forward starts with it. A part
-    of a forward does not show whether all of it is one graph.
+    `parameters`: input position of one parameter of each module; modules of one class share code. `breaks`:
+    uncompiled code follows and may read any parameter. `starts_here`: the forward starts with this code; a later
+    graph cannot tell whether the forward is one graph.
     """
 
     def run(*args: Any) -> Any:
@@ -120,7 +120,7 @@ def _waiting_by_itself(
                 note_forward(replicas, whole=not breaks)
             result = compiled(*args)
         for replica in replicas if starts_here else ():
-            replica.wait_for_updates()  # what it has not read: the loss may, which has the weight of the head
+            replica.wait_for_updates()  # parameters not read so far: the loss may read the weight of the head
         return result
 
     return run

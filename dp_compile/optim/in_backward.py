@@ -1,4 +1,4 @@
-"""`in_backward()`: the updates of a stock optimizer run in the backward, each after the reduction of its gradients."""
+"""`in_backward()`: a stock optimizer updates parameters in the backward, each bucket after its reduction."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ def in_backward(
     overlap_forward: bool = False,
     shard: bool = False,
 ) -> torch.optim.Optimizer:
-    """Let the backward of a replicated module update its parameters. Returns the same optimizer.
+    """Update the parameters of a replicated module in its backward. Returns the same optimizer.
 
-    The loop stays: backward, `optimizer.step()`, `optimizer.zero_grad()`. In a captured backward the update of each
-    bucket follows its reduction; any other backward updates at its end, with the same kernels. `.grad` is `None` after
-    both. `step()` ends the step, and updates what is not in the module. There is one synchronised backward for each
-    `step()`.
+    The training loop stays: backward, `optimizer.step()`, `optimizer.zero_grad()`. A captured backward updates each
+    bucket after its reduction; any other backward updates at its end, with the same kernels. Both leave `.grad` as
+    `None`, with `shard` as a tensor without values. `step()` ends the step, and updates parameters that are not in the
+    module. Call it once after each synchronised backward.
 
     Args:
         model: a module that was given to `replicate`, or a `DistributedDataParallel`.
-        optimizer: one of `torch.optim` over parameters of `model`, of all or of some; it may have others too.
-        max_norm: with `shard`: clip the gradients of all its parameters together, as `torch.nn.utils.clip_grad_norm_`
-            does. The norm before is then in `optimizer.total_norm`. Do not call that function too.
+        optimizer: one of `torch.optim` over all or some parameters of `model`; it may have other parameters too.
+        max_norm: with `shard`: clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does; do not call
+            that too. `optimizer.total_norm` is then the norm before clipping.
         scaler: with `shard`: the `torch.amp.GradScaler` of the loop, if there is one.
-        overlap_forward: leave updates whose gradients are in flight when a backward ends for the next forward, which
-            does each right before it reads the parameter; with `shard` it waits there for all-gathers of updated
-            parameters. For `torch.compile(model, backend="dp_compile")`; after any other forward `step()` waits. All
-            that Dynamo has compiled in this process is compiled again. Code that reads a parameter past the module's
-            methods calls `model.synchronize()` before (`optim/readers.py` has what waits). Every rank gives the same.
-        shard: each rank reduces and updates a part of the elements of each bucket, and keeps their state, with an
-            optimizer that updates each element by itself. Every rank calls this. `optimizer.state_dict()` is
-            `full_state_dict(optimizer)` then, `load_state_dict()` stays.
+        overlap_forward: defer updates whose gradients are in flight when a backward ends to the next forward. It runs
+            each update, or with `shard` waits for the all-gather, right before the first read of the parameter. Use
+            `torch.compile(model, backend="dp_compile")`: after any other forward, `step()` waits. Dynamo recompiles
+            all code in this process. Code that reads parameters past the module's methods must call
+            `model.synchronize()` first (`optim/readers.py` lists what waits). Must be equal on all ranks.
+        shard: each rank reduces and updates a part of each bucket's elements, and holds only their state. The
+            optimizer must update each element independently. Every rank calls this. `full_state_dict(optimizer)`
+            replaces `optimizer.state_dict()`; `load_state_dict()` stays.
 
     Raises:
-        ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
-            has no parameter of `model`, or another optimizer updates one already; or an option is not allowed; or
-            parameters are DTensors; or, with `shard`, something of the module or the optimizer cannot be cut.
-        DesyncError: ranks shard other optimizers, or some do not; or another rank gives another `overlap_forward`.
+        ConfigError: the optimizer does not update each parameter independently, or is `differentiable`; it has no
+            parameter of `model`, or another optimizer updates one already; an option is not allowed; parameters are
+            DTensors; or, with `shard`, the optimizer or a parameter cannot be sharded.
+        DesyncError: ranks shard different optimizers, or some do not shard; or `overlap_forward` differs.
         UnsupportedModuleError: `model` is not replicated, or waits for its first forward.
     """
     replica = replica_of(model)
@@ -83,7 +83,7 @@ def in_backward(
     update.install()
     replica.after.updates.append(update)
     if deferred is not None:
-        if not shard:  # else reductions end in the backward
+        if not shard:  # with shard, reductions end in the backward
             _plan_for(replica)
         let_readers_wait(model, deferred.complete)
     _known[optimizer] = update
@@ -93,7 +93,7 @@ def in_backward(
 def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Undo `in_backward`: `step()` updates again, from reduced gradients. Every rank calls it, between two steps.
 
-    After `shard=True` the optimizer has all of its state on every rank, for whose gradients buckets are all-reduced.
+    After `shard=True`, every rank then has the whole optimizer state, and buckets are all-reduced again.
 
     Raises:
         ConfigError: the optimizer was not given to `in_backward`, or was removed.
@@ -109,17 +109,17 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> dict[str, Any]:
-    """What `optimizer.state_dict()` would give if the optimizer were not sharded, with tensors on the CPU.
+    """Return the `state_dict()` that the optimizer would have without sharding, with tensors on the CPU.
 
-    It loads into any optimizer over these parameters, sharded or not and on any number of ranks, with
-    `load_state_dict()`. Every rank calls this.
+    `load_state_dict()` loads it into any optimizer over these parameters, sharded or not, on any number of ranks.
+    Every rank calls this.
 
     Args:
-        optimizer: one that was given to `in_backward(..., shard=True)`; for any other this is its `state_dict()`.
-        to: the only rank of the module's group that gets it, the others get `{}`. `None`: all.
+        optimizer: one that was given to `in_backward(..., shard=True)`; any other returns its `state_dict()`.
+        to: the only rank of the module's group that gets the result; the others get `{}`. `None`: all ranks.
 
     Raises:
-        ConfigError: `to` is no rank of the group.
+        ConfigError: `to` is not a rank of the group.
     """
     update = _known.get(optimizer)
     if not isinstance(update, Shard):
@@ -136,11 +136,11 @@ def _is_installed(update: Update) -> bool:
 
 
 def _check_parameters(replica: Replica, mine: Sequence[int]) -> None:
-    """Refuse a second optimizer of the same parameters, and two parameters in one memory. Which of these is updated
-    first would matter, and ranks may cut between them."""
+    """Raise if another optimizer updates one of these parameters, or if two of them share memory: the order of their
+    updates would matter, and two ranks may each update one."""
     others = [each for each in replica.after.updates if isinstance(each, Update)]
     if any(other.is_alive for other in others):
-        gc.collect()  # perhaps only a cycle keeps it, as a scheduler makes one, on this rank and not on others
+        gc.collect()  # a reference cycle, as of an LR scheduler, may keep it alive on this rank only
     for other in others:
         if other.is_alive and (both := sorted({*mine} & {*other.setup.indices()})):
             raise ConfigError(
@@ -183,7 +183,7 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
 
 
 def _plan_for(replica: Replica) -> None:
-    """Let buckets be launched in the order in which the next forward needs them, from now on; on every rank."""
+    """Replan buckets in the order in which the next forward needs them. Every rank calls it."""
     group, planning = replica.group, replica.planning
     planning.for_next_forward = True
     now, cost = PlanResult(replica.plan, planning.certificate), replica.config.cost or group.cost

@@ -1,14 +1,13 @@
-"""Readers of parameters wait for what is in flight of them, by one call: `complete()`.
+"""Readers of parameters call `complete()`, which waits for the work in flight on them.
 
-Where it is called while an optimizer defers updates of a module:
+While an optimizer defers updates of a module, these readers wait:
 
-    code of the backend `dp_compile`    an op in front of each first read (`passes/crossing.py`, `forward.py`)
-    the module's forward                at its start, for everything, where it is not compiled
-    a part's forward, state dicts       a hook of each part, in front of all others
-    `parameters()`, `to()`, pickles     methods of the module, by a class made from its class
+    code of the backend `dp_compile`    an op before each first read (`passes/crossing.py`, `forward.py`)
+    the module's uncompiled forward     at its start, for all parameters
+    a part's forward, state dicts       a hook of each part, before all other hooks
+    `parameters()`, `to()`, pickles     methods of a generated subclass of the module's class
 
-Code of another backend is refused where it is traced. Code that reads a parameter past all of these calls
-`synchronize()` before.
+Tracing for another backend raises an error. Any other code that reads a parameter must call `synchronize()` first.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ from dp_compile.replication.module import Installed, inner_module, replica_of
 
 BACKEND: Final = "dp_compile"
 METHODS: Final = ("named_parameters", "get_parameter", "named_modules", "apply", "_apply", "__reduce_ex__")
-"""Of a module, those that hand out parameters; `named_modules` is what a module around this one goes through."""
-_KEY: Final = -1
-"""Not one of torch's keys, which count up from 0: the hook is there once, and in front of all."""
+"""Methods that return parameters. An enclosing module reaches them through `named_modules`."""
+_KEY: Final = -1  # of our hook, once in each dictionary: torch's keys count up from 0
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
 def synchronize(model: nn.Module) -> None:
-    """Do now what an optimizer with `overlap_forward=True` has left for the next forward.
+    """Complete the updates that an optimizer with `overlap_forward=True` has deferred to the next forward.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
@@ -46,12 +44,10 @@ def synchronize(model: nn.Module) -> None:
 
 
 def let_readers_wait(model: nn.Module, complete: Callable[[], None]) -> None:
-    """Let readers of parameters of a replicated module wait for them. The module's class becomes another one.
+    """Make readers of a replicated module's parameters wait: replace its class by a subclass, and install hooks.
 
-    When the module goes, `complete` is called: nothing waits for it any more.
-
-    Code that was compiled of its parts until now does not wait, and torch does not look at hooks when it asks whether
-    code still fits (`skip_nnmodule_hook_guards`, torch 2.13): all code is forgotten.
+    `complete` is called when the module is freed, because no reader waits afterwards. Drops all compiled code: code
+    of parts does not wait, and Dynamo does not guard on new hooks (`skip_nnmodule_hook_guards`, torch 2.13).
     """
     root = inner_module(model)
     kind = type(root)
@@ -75,14 +71,14 @@ def _waits_first(plain: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _wait_for(self)
         if pickles:
-            take_hooks_off(self)  # A pickle that has them asks for this package. The next forward brings them back.
+            take_hooks_off(self)  # Unpickling them would need this package. The next forward restores them.
         return plain(self, *args, **kwargs)
 
     return method
 
 
 def _wait_for(module: nn.Module) -> None:
-    """Do now what the optimizer has left for the next forward."""
+    """Complete the updates that the optimizer has deferred to the next forward."""
     if torch.compiler.is_dynamo_compiling():
         if not _code_waits():
             _arrive(module)
@@ -96,14 +92,14 @@ def _arrive(module: nn.Module) -> None:
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of a class, which waits for everything wherever it is not compiled itself.
+    """Return a forward for a class that waits for all parameters unless it is compiled.
 
-    In the forward and not in front of it: Dynamo compiles hooks by themselves, and may then leave the forward alone. It
-    was recompiled too often, say, or breaks before anything is computed.
+    A hook cannot do this: Dynamo compiles hooks separately, and may leave the forward uncompiled, at the recompile
+    limit or if a graph break precedes all computation.
     """
     plain = kind.forward
 
-    # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
+    # Without its attributes: by those of torch.compile, Dynamo would take this for the decorated function.
     @functools.wraps(plain, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -113,7 +109,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
             _starts(self)
         return plain(self, *args, **kwargs)
 
-    # Its own code object: how often it was compiled is counted for all that share one.
+    # A code object for each class, because Dynamo counts recompilations per code object.
     made: Any = forward
     made.__code__ = made.__code__.replace(co_qualname=f"{kind.__qualname__}.forward")
     return forward
@@ -124,11 +120,11 @@ def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
     put_hooks(inner_module(module), replica)  # before its parts are compiled
     replica.wait_for_updates()
-    note_forward([replica], whole=True)  # the next one comes here too, or sets it
+    note_forward([replica], whole=True)  # the next forward runs this too, or its graphs set `whole`
 
 
 def note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
-    """A forward of these modules begins; `whole`: nothing of it is outside of the code that waits for updates."""
+    """Record that a forward of these modules begins. `whole`: all of it is code that waits for updates."""
     for replica in replicas:
         for each in replica.after.updates:
             if each.deferred is not None:
@@ -136,8 +132,8 @@ def note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
 
 
 class _Waits(Installed):
-    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it. Where the
-    module is compiled its forward waits by itself, for less; a part's does not."""
+    """Hook that waits before an uncompiled call and before state dicts, of the module and of each part. A compiled
+    forward of the module waits by itself, at lower cost; a part's does not."""
 
     def __init__(self, replica: Replica, *, of_part: bool) -> None:
         self._replica, self._of_part = weakref.ref(replica), of_part
@@ -145,7 +141,7 @@ class _Waits(Installed):
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             _refuse_other_backends()
-            if self._of_part:  # Dynamo may compile this by itself, and leave the part alone (torch's own, as `Linear`)
+            if self._of_part:  # Dynamo may compile this hook separately, and skip the part (torch's, as `Linear`)
                 START(True, True)
         elif in_flight:
             self._arrive()
@@ -159,13 +155,13 @@ class _Waits(Installed):
 
 @compiler.constant
 def _code_waits() -> bool:
-    """Run while Dynamo traces: whether code of the backend that it traces for waits for what it reads."""
+    """While Dynamo traces: return whether code of its backend waits for the parameters that it reads."""
     return compiler.traces_for(BACKEND)
 
 
 @compiler.constant
 def _refuse_other_backends() -> bool:
-    """Run while Dynamo traces: refuse a backend that does not let the code wait."""
+    """While Dynamo traces: raise if code of its backend does not wait."""
     if not compiler.traces_for(BACKEND):
         raise ConfigError(
             "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read "
@@ -178,7 +174,7 @@ def put_hooks(root: nn.Module, replica: Replica) -> None:
     if _KEY in root._forward_pre_hooks:
         return
     for hooks in _hooks_of(root):
-        # Not `move_to_end`: guards of torch 2.11 number hooks by `dict.keys`, for which the first one stays the first.
+        # Not `move_to_end`: guards of torch 2.11 number hooks by `dict.keys`, which keeps the insertion order.
         others = list(hooks.items())
         hooks.clear()
         hooks[_KEY] = _Waits(replica, of_part=hooks is not root._forward_pre_hooks)

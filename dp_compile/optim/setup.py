@@ -1,4 +1,4 @@
-"""One optimizer of one module, and its steps over some of its parameters: what the parts of an `Update` share."""
+"""One optimizer of one module, and its steps over some of its parameters: shared by the parts of an `Update`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED: Final = {
 
 
 def check_kind(optimizer: Any) -> None:
-    """Refuse what is no optimizer, or cannot step in the backward at all."""
+    """Raise if `optimizer` is not an optimizer, or cannot step in any backward."""
     kind = type(optimizer)
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
     if kind in _REFUSED:
@@ -34,12 +34,12 @@ def check_kind(optimizer: Any) -> None:
 
 
 class Setup:
-    """Keeps neither the module nor the optimizer alive; without `find_replica()` it is not replicated any more.
+    """Weak references to a module and its optimizer. `find_replica()` is `None` if the module is not replicated.
 
-    `given_scaler`: as given to `in_backward`; `scaler` is `None` where that is not enabled.
-    `updated`: the parameters that were updated since the last `step()`, by their places in the module.
-    `failed`: why parameters are updated in part; empty if they are not.
-    `covered`: the places in the module of those that the optimizer has, in its order; frozen ones too.
+    `given_scaler`: as passed to `in_backward`; `scaler` is `None` also if that is disabled.
+    `updated`: indices in the module of the parameters that were updated since the last `step()`.
+    `failed`: why parameters are partially updated; empty if they are not.
+    `covered`: indices in the module of the optimizer's parameters, in its order, frozen ones included.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Setup:
 
     @property
     def looks_at_all(self) -> bool:
-        """Whether something is computed from all gradients before the first update."""
+        """Whether clipping or a scaler needs all gradients before the first update."""
         return self.max_norm is not None or self.scaler is not None
 
     def indices(self) -> tuple[int, ...]:
-        """The trainable parameters of the module that the optimizer has now."""
+        """Return the indices of the module's trainable parameters that the optimizer has now."""
         parameters, groups = self.replica.parameters, self.optimizer.param_groups
         now = [parameter for group in groups for parameter in group["params"]]
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
@@ -91,18 +91,17 @@ class Setup:
         *,
         options: Sequence[dict[str, Any]] = (),
     ) -> Iterator[torch.optim.Optimizer]:
-        """Inside, the optimizer has these parameters only, each in its own group and with its gradient; afterwards they
-        have none.
+        """Restrict the optimizer to `parameters`, in their groups, with `gradients`; reset `.grad` on exit.
 
-        `given`: what it has in their place, as pieces of them. `options`: what `options_of` returned for the groups
-        when the step was due; else they are as they are now.
+        `given`: tensors that replace the parameters, as pieces of them. `options`: the groups' options for this step,
+        from `options_of`; by default the current ones.
         """
         optimizer, given = self.optimizer, parameters if given is None else given
         groups = optimizer.param_groups
         chosen = [list[nn.Parameter]() for _ in groups]
         for parameter, each in zip(parameters, given, strict=True):
             chosen[self._group_of[id(parameter)]].append(each)
-        # Groups that were added later have no options.
+        # Groups added later have no entry in `options`.
         narrowed: Iterator[tuple[Any, ...]] = itertools.zip_longest(groups, options, chosen, fillvalue={})
         optimizer.param_groups = [{**group, **then, "params": some} for group, then, some in narrowed if some]
         try:
@@ -116,23 +115,23 @@ class Setup:
 
 
 def options_of(optimizer: torch.optim.Optimizer, of: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
-    """The options of each group, each as `of` gives it: `copied`, or `noted` to be compared later."""
+    """Return the options of each group after `of`: `copied`, or `noted` for a later comparison."""
     groups = optimizer.param_groups
     return tuple({name: of(value) for name, value in group.items() if name != "params"} for group in groups)
 
 
 def copied(value: Any) -> Any:
-    """A learning rate may be in a tensor, which a scheduler writes to."""
+    """Clone tensors: a scheduler writes to a learning rate in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def noted(value: Any) -> Any:
-    """Of a tensor, which one it is and how often it was written to."""
+    """Return a tensor's identity and version counter; any other value as it is."""
     return (id(value), autograd.version_of(value)) if isinstance(value, torch.Tensor) else value
 
 
 def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> str:
-    """The first option that is not what it was when `noted`, in words; what came later did not change."""
+    """Describe the first option that changed since it was `noted`, or return "". New groups and options are ignored."""
     for number, (then, now) in enumerate(zip(before, options_of(optimizer, noted), strict=False)):
         for name in then:
             if name not in now or then[name] != now[name]:
@@ -141,7 +140,7 @@ def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimi
 
 
 def check_in_place(replica: Replica, indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse parameters whose memory is not the one that compiled code has for them."""
+    """Raise if compiled code has a parameter in memory other than its own."""
     for index, parameter in zip(indices, parameters, strict=True):
         if replica.parameters[index].data_ptr() != parameter.data_ptr():
             raise ReductionError(
