@@ -1,13 +1,13 @@
-"""`Shard`: each rank updates a part of each bucket, and has the optimizer's state of that part only (ZeRO-1).
+"""`Shard`: each rank updates a part of each bucket, and holds the optimizer state of that part only (ZeRO-1).
 
     captured backward        ... compute ... reduce-scatter 0 ... reduce-scatter 1 ... wait, update own part of 0, of 1
     other backwards          the same reduce-scatters
-    end of every backward    what is not updated yet; all-gather 0, all-gather 1, ...
-    next forward             with `overlap_forward`: all-gathers have begun in the order in which it reads; each is
-                             waited for in front of what reads it first (`deferred.py`)
+    end of every backward    the remaining updates; all-gather 0, all-gather 1, ...
+    next forward             with `overlap_forward`: waits for each all-gather before the first read (`deferred.py`);
+                             they are launched in the order in which it reads
 
-A rank that falls back runs the same collectives in the same order: those after the reductions all come at the end of
-the backward. It runs the same kernels on the same elements: each element is updated on one rank, whose value all take.
+A rank that falls back runs the same collectives in the same order, because every all-gather is at the end of the
+backward. It runs the same kernels on the same elements. One rank updates each element, and all ranks copy its value.
 
 Source: DeAR (arXiv 2302.12445), Megatron-LM's `overlap_param_gather`.
 """
@@ -50,14 +50,12 @@ ELEMENT_WISE: Final = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
 )  # fmt: skip
-"""Each element is updated by itself, so parameters may be cut anywhere. Others look at shapes or norms."""
-
-_MAX_GATHERS: Final = 4
-"""How many all-gathers are in flight when the first of them is waited for: each has its own memory."""
+"""They update each element independently, so parameters may be cut anywhere. Other optimizers use shapes or norms."""
+_MAX_GATHERS: Final = 4  # in flight when `_gather` waits for the first: each has its own memory
 
 
 class ShardedStates(defaultdict[Any, Any]):
-    """`optimizer.state` by pieces of parameters, which mean nothing to a copy of the optimizer."""
+    """`optimizer.state` keyed by pieces of parameters, which a copy of the optimizer does not have."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReductionError(
@@ -68,8 +66,8 @@ class ShardedStates(defaultdict[Any, Any]):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Gather(Pending):
-    """Parameters that other ranks have updated, and that are being all-gathered. `others`: the pieces that other ranks
-    have updated. `values`: the whole bucket, once `work` has ended, each piece from its offset on."""
+    """All-gather of a bucket's updated parameters. `others`: the pieces that other ranks have updated. `values`: the
+    whole bucket once `work` has ended, with each piece at its offset."""
 
     others: Sequence[Piece]
     values: torch.Tensor
@@ -95,23 +93,16 @@ class Shard(Update):
         self.group = replica.group.process_group
         self.rank, self.ranks = dist.get_rank(self.group), replica.group.world_size
         self.parameters, self.names = replica.parameters, replica.names
-        self.covered: tuple[int, ...] = ()
-        """The parameters of the optimizer that are sharded, by their places in the module; with frozen ones."""
-        self.pieces: dict[int, Piece] = {}
-        """What this rank updates, by parameter."""
+        self.covered: tuple[int, ...] = ()  # indices in the module of the sharded parameters, frozen ones included
+        self.pieces: dict[int, Piece] = {}  # this rank's piece of each parameter
         self._in_buckets: Pieces = {}
-        self._own: dict[int, nn.Parameter] = {}
-        """What the optimizer updates on this rank, by parameter: elements of it."""
-        self._plan: BucketPlan | None = None
-        """The plan by which parameters are cut."""
-        self._parts: dict[int, torch.Tensor] = {}
-        """This rank's parts of buckets that are not used yet in the backward."""
-        self._has_state = False
-        """Whether any rank has state: known to all of them."""
-        self._is_open = False
-        """A backward has begun, and this rank has not come to the end of it."""
+        self._own: dict[int, nn.Parameter] = {}  # the elements of each piece (a view), which the optimizer updates
+        self._plan: BucketPlan | None = None  # the plan by which parameters are cut
+        self._parts: dict[int, torch.Tensor] = {}  # by bucket: this rank's reduced part, if not applied yet
+        self._has_state = False  # whether any rank has state; equal on all ranks
+        self._is_open = False  # a backward has begun, and has not ended on this rank
 
-    # --- from the call to the end
+    # --- installation and removal
 
     def install(self) -> None:
         replica, optimizer = self.setup.replica, self.setup.optimizer
@@ -128,14 +119,14 @@ class Shard(Update):
             "groups": [len(group["params"]) for group in optimizer.param_groups],
             "overlap_forward": self.deferred is not None,
         }, "in_backward(shard=True)")  # fmt: skip
-        # With the optimizer, as long as the module is replicated: other optimizers cannot use sharded gradients.
+        # Keeps the optimizer alive while the module is replicated: other optimizers cannot use sharded gradients.
         replica.after.parts_to = SimpleNamespace(apply=self.apply, kept=optimizer)
         self._shard_state()
         super().install()
         self._handles.append(optimizer.register_state_dict_pre_hook(self._refuse_state_dict))
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        """Raise for what would not be exact, or cannot be cut."""
+        """Raise if a parameter cannot be cut, or sharding would change the result."""
         frozen = {id(parameter) for _, parameter in replica.module.frozen}
         every = [each for group in optimizer.param_groups for each in group["params"]]
         for parameter in (each for each in every if id(each) not in frozen):
@@ -158,7 +149,7 @@ class Shard(Update):
         self._check_order(replica, self.setup.covered, ConfigError)
 
     def _check_order(self, replica: Replica, indices: Sequence[int], kind: type[Exception]) -> None:
-        """Gradients lie in buckets as parameters lay in memory when they were replicated; parts are cut out of both."""
+        """Raise if strides changed after `replicate()`: shards need parameters and buckets in the same memory order."""
         planned = {gradient.index: gradient.stride for gradient in replica.plan.gradients}
         for index in indices:
             parameter, stride = self.parameters[index], planned[index]
@@ -174,7 +165,7 @@ class Shard(Update):
                 )
 
     def _cover(self, replica: Replica) -> None:
-        """Shard the parameters that the optimizer has now: those of `add_param_group()`, too."""
+        """Shard the parameters that the optimizer has now, including those of `add_param_group()`."""
         self.setup.indices()
         if self.setup.covered != self.covered:
             self._check(replica, self.setup.optimizer)
@@ -221,10 +212,10 @@ class Shard(Update):
             **({} if self.deferred is None else self.deferred.last),
         )
 
-    # --- who has what
+    # --- layout of shards
 
     def _lay_out(self) -> None:
-        """Cut parameters as the plan of the module says. If that has changed, state moves with its elements."""
+        """Cut parameters by the module's plan. If the plan changed, move state along with its elements."""
         replica = self.setup.replica
         if not self._is_laid_out(replica.plan):
             states = self.full_states() if self._has_state else {}
@@ -243,7 +234,7 @@ class Shard(Update):
         return self._plan is plan
 
     def _find_memory(self) -> None:
-        """The pieces lie where their parameters lie, which may have been given other memory."""
+        """Point each piece to the memory of its parameter, which may have been replaced."""
         for index, piece in self.pieces.items():
             parameter, own = self.parameters[index], self._own[index]
             if own.data_ptr() != parameter.data_ptr() + piece.start * parameter.element_size():
@@ -252,7 +243,7 @@ class Shard(Update):
     # --- state
 
     def _shard_state(self) -> None:
-        """Of an optimizer that has the state of whole parameters, as after `load_state_dict()`."""
+        """Shard the state of whole parameters, as after `load_state_dict()`."""
         state, replica = self.setup.optimizer.state, self.setup.find_replica()
         self._has_state = False
         if replica is not None:
@@ -265,7 +256,7 @@ class Shard(Update):
         self._hold_whole(whole)
 
     def _hold_whole(self, states: States) -> None:
-        """Keep this rank's part of whole states; they are the same on every rank."""
+        """Keep this rank's part of whole states, which are equal on every rank."""
         held = ShardedStates(dict)
         for index, piece in self.pieces.items():
             if index in states:
@@ -275,7 +266,7 @@ class Shard(Update):
         self._has_state = bool(states)
 
     def _place_numbers(self, index: int, state: State) -> None:
-        """A step counter is on the host, unless kernels of the device read it."""
+        """Move step counters to the device if capturable or fused kernels read them there."""
         parameter = self.parameters[index]
         (group,) = (
             group for group in self.setup.optimizer.param_groups if any(each is parameter for each in group["params"])
@@ -286,9 +277,9 @@ class Shard(Update):
                     state[key] = value.to(parameter.device)
 
     def full_states(self, to: int | None = None) -> States:
-        """The whole state, by place in the module, on the CPU. Every rank calls it; `to`: the only one that gets it."""
+        """Gather the whole state by parameter index, on the CPU. Collective. `to`: the only rank that gets it."""
         held, states = self.setup.optimizer.state, dict[int, State]()
-        # One parameter at a time: with NCCL what is sent is on the GPU, which has no room for all of the state.
+        # One parameter at a time: NCCL sends from the GPU, which has no room for the whole state.
         for index in sorted(self.covered):
             parameter, own = self.parameters[index], self._own.get(index)
             mine: State = held[own] if own is not None and own in held else {}
@@ -311,7 +302,7 @@ class Shard(Update):
         return states
 
     def full_state_dict(self, to: int | None) -> dict[str, Any]:
-        """See `in_backward.full_state_dict`: as of an optimizer that was never sharded."""
+        """See `in_backward.full_state_dict`."""
         optimizer, states = self.setup.optimizer, self.full_states(to)
         if to not in (None, self.rank):
             return {}
@@ -340,13 +331,13 @@ class Shard(Update):
         replica = self.setup.replica
         self._is_open = True
         self._parts.clear()
-        self._cover(replica)  # laid out at the end: the plan may change before
+        self._cover(replica)  # `finish()` calls `_lay_out()`: the plan may change until then
         self._check_order(replica, self.covered, ReductionError)
         self._find_memory()
         self._drop_sharded_gradients()
 
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
-        super().update_request(keep_graph=keep_graph)  # which refuses that
+        super().update_request(keep_graph=keep_graph)  # raises if set
         return UpdateRequest(self.covered, parts=True)
 
     def apply(
@@ -361,11 +352,11 @@ class Shard(Update):
             with replica.state.step_guard.updating(indices):
                 self._step(self._gradients_in(bucket, part))
             return
-        # On a GPU what replays a graph has other plans for its memory.
+        # On a GPU, the next replay of a CUDA graph overwrites this memory.
         self._parts[bucket] = part.clone() if indices and part.device.type != "cpu" else part
 
     def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
-        """By parameter, what is reduced of this rank's pieces."""
+        """Return the reduced gradients of this rank's pieces, by parameter index."""
         own, first = self._in_buckets[bucket][0], self.rank * part.numel()
         return {each.index: part[each.offset - first : each.offset - first + each.numel] for each in own}
 
@@ -383,8 +374,8 @@ class Shard(Update):
         super().interrupted(error)
 
     def finish(self, failed: BaseException | None = None) -> None:
-        """Do what is left of the update, and let all ranks have all of it. An error, or `failed`, is raised once other
-        ranks have all that they wait for from this one."""
+        """Run the remaining updates and all-gather the parameters. Raise an error, or `failed`, only after the
+        collectives that other ranks wait for."""
         replica, held = self.setup.replica, _Held(failed)
         self._is_open = False
         self._lay_out()
@@ -396,7 +387,7 @@ class Shard(Update):
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = not self.setup.looks_at_all or self._may_step_with(gradients, held)
         if moves:
-            # A rank that takes part only has updated nothing: the next backward compares which ranks missed the step.
+            # A failed rank updates nothing, but joins the collectives. The next backward finds ranks without the step.
             self.setup.updated.update(() if failed is not None else self.covered)
             with replica.state.step_guard.updating(self.covered):
                 self._gather(replica, gradients, held)
@@ -429,20 +420,20 @@ class Shard(Update):
     def _narrowed(
         self, gradients: Mapping[int, torch.Tensor]
     ) -> contextlib.AbstractContextManager[torch.optim.Optimizer]:
-        """Inside, the optimizer has this rank's pieces with a gradient only, each in the group of its parameter."""
+        """Restrict the optimizer to this rank's pieces with a gradient, each in the group of its parameter."""
         indices = sorted(gradients)
         parameters, own = [self.parameters[index] for index in indices], [self._own[index] for index in indices]
         return self.setup.only(parameters, [gradients[index] for index in indices], own)
 
     def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
-        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce."""
+        """Unscale and clip by the norm over all ranks (one all-reduce). Return `False` if the scaler found inf or NaN."""
         setup, scaler, device = self.setup, self.setup.scaler, self.parameters[0].device
         found: list[torch.Tensor] = []
         both = torch.zeros(3, dtype=torch.float64, device=device)
         with held:
             if scaler is not None and held.error is None:
                 with self._narrowed(gradients) as optimizer:
-                    if not optimizer.param_groups:  # A scaler refuses to step where it has seen no gradient.
+                    if not optimizer.param_groups:  # A scaler raises in its step() if it has seen no gradient.
                         nothing = nn.Parameter(torch.zeros(1, device=device))
                         nothing.grad = torch.zeros(1, device=device)
                         optimizer.param_groups.append({"params": [nothing]})
@@ -454,7 +445,7 @@ class Shard(Update):
                 both[1] += each.to(device=device, dtype=torch.float64).squeeze()
         both[2] = float(held.error is not None)
         dist.all_reduce(both, group=self.group)
-        # Without a scaler a GPU is not waited for: the next backward says that parameters differ.
+        # Without a scaler, do not wait for a GPU: the next backward reports that parameters differ.
         if (device.type == "cpu" or scaler is not None) and bool(both[2] > 0):
             held.release()
             raise VoidBackwardError(
@@ -463,28 +454,28 @@ class Shard(Update):
         for each in found:
             each.copy_((both[1:2] > 0).view(each.shape))
         if setup.max_norm is not None:
-            # As torch's own: of gradients of two dtypes in the wider one, whichever the first parameter has.
+            # As in torch, the norm of gradients of two dtypes has the wider one, in any order of parameters.
             kinds = {self.parameters[index].dtype for index in self.covered}
             norm = both[0].sqrt().to(reduce(torch.promote_types, kinds))
             setup.optimizer.total_norm = norm  # type: ignore[attr-defined]
-            # Where one may look without waiting, gradients that are small enough are not multiplied by one.
+            # On a CPU, which reads the norm without waiting, do not multiply small gradients by one.
             if device.type != "cpu" or not bool(norm + 1e-6 <= setup.max_norm):
                 mine = [self._own[index] for index in gradients]
                 with self._narrowed(gradients):
                     torch.nn.utils.clip_grads_with_norm_(mine, setup.max_norm, norm)
         return scaler is None or not bool(both[1] > 0)
 
-    # --- what all ranks get
+    # --- all-gather
 
     def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> None:
-        """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward. Buckets
-        are updated and launched one by one, so that the first all-gather is in flight at once."""
+        """Update and all-gather bucket by bucket, because the first all-gather then starts early. Wait for the
+        all-gathers here or, if deferred, in the next forward."""
         if self.ranks == 1:
             self._step(gradients)
             return
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
         flights: deque[Gather] = deque()
-        # What is ready last in a backward is taken to be read first in the next forward, as in `plan/crossing.py`.
+        # The next forward is assumed to read the last bucket of a backward first, as in `plan/crossing.py`.
         for number in sorted(self._in_buckets, reverse=self.deferred is not None):
             bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
             with held:
@@ -492,18 +483,18 @@ class Shard(Update):
                     self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             like = self.parameters[bucket.members[0].gradient.index]
             with during(GATHER, replica):
-                if replica.plan.keeps_memory:  # where its gradients were
+                if replica.plan.keeps_memory:  # reuse the memory of the bucket's gradients
                     values = replica.state.bucket_memory.take(number, bucket.numel, like.dtype, like.device)
                 else:
                     values = like.new_empty(bucket.numel)
-                if nan_check_is_on():  # NCCL looks for NaN in gaps, too
+                if nan_check_is_on():  # NCCL checks padding, too
                     values.zero_()
                 work = None
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
                 with held:
                     work = launch_gather(stage, values)
-                work = work or launch_gather(stage, values)  # the others wait for it
+                work = work or launch_gather(stage, values)  # other ranks wait for it
             gather = Gather(
                 setup=self.setup, replica=replica, buckets=(number,), nbytes=values.nbytes,
                 indices=tuple(each.gradient.index for each in bucket.members), others=others, values=values, work=work,
@@ -522,7 +513,7 @@ class Shard(Update):
 
 
 class _Held(contextlib.AbstractContextManager["_Held"]):
-    """Holds the first error inside until other ranks have all that they wait for from this one."""
+    """Context that holds the first error until the collectives that other ranks wait for are done."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -539,5 +530,5 @@ class _Held(contextlib.AbstractContextManager["_Held"]):
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of the memory, which has no gaps."""
+    """Return a view of all elements in memory order. The memory must have no gaps."""
     return parameter.detach().as_strided((parameter.numel(),), (1,))

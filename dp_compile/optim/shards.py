@@ -1,11 +1,11 @@
-"""How parameters, and their state, are cut over ranks: where the reduce-scatter cuts buckets.
+"""Pieces of parameters and of their state for each rank, cut where the reduce-scatter cuts buckets.
 
     bucket of 3 parameters      a a a a a a b b b . c c c c c c        . : padding
     ranks                       |---- 0 ----|---- 1 ----|-- ...
     pieces of rank 1            b[0:3] at 0, c[0:2] at 4
 
-A bucket ends where the plan says, so a parameter is not cut in equal chunks, and `Shard(0)` of `DTensor` has no layout
-for it. One over the flat bucket would tie a checkpoint to a plan, which another number of ranks does not have.
+The plan sets the bounds of buckets, so chunks of a parameter differ in size, and `Shard(0)` of `DTensor` has no such
+layout. A DTensor of the flat bucket would tie a checkpoint to a plan, which depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from dp_compile.errors import ConfigError
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.replica.gradients import dense_strides
 
-State = dict[str, Any]
-"""Of one parameter, by the optimizer's own names."""
-
-States = Mapping[int, State]
-"""By a parameter's place in the module."""
-
+State = dict[str, Any]  # of one parameter, by the optimizer's names
+States = Mapping[int, State]  # by the parameter's index in the module
 _OF_ALL_ELEMENTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""One number for a parameter; every other tensor in the state of an element-wise optimizer has its shape."""
+"""Entries with one number per parameter; any other tensor of an element-wise optimizer has the parameter's shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a parameter, in the order of its memory, that one rank updates. `index`: of the parameter; from
-    element `start` up to `stop`; in the whole bucket they lie at `offset`."""
+    """Elements `start` to `stop` of parameter `index`, in memory order, which one rank updates. `offset`: of the first
+    one in the whole bucket."""
 
     index: int
     start: int
@@ -47,12 +43,11 @@ class Piece:
         return self.stop - self.start
 
 
-Pieces = dict[int, tuple[list[Piece], list[Piece]]]
-"""By the number of a bucket, what a rank updates of it and what the others do."""
+Pieces = dict[int, tuple[list[Piece], list[Piece]]]  # by bucket number: the pieces of a rank, and of the others
 
 
 def pieces_of(plan: BucketPlan, rank: int) -> Pieces:
-    """Of the buckets that are scattered. Padding between members belongs to no piece."""
+    """Return the pieces of all scattered buckets. Padding between members belongs to no piece."""
     found: Pieces = {}
     for number, bucket in enumerate(plan.buckets):
         if bucket.key.reduction.is_scattered:
@@ -67,12 +62,12 @@ def pieces_of(plan: BucketPlan, rank: int) -> Pieces:
 
 
 def is_cut(key: str, value: object) -> bool:
-    """Whether an entry of an optimizer's state has a value for each element."""
+    """Return whether an entry of an optimizer's state has one value per element."""
     return key not in _OF_ALL_ELEMENTS and isinstance(value, torch.Tensor)
 
 
 def cut(state: State, parameter: nn.Parameter, piece: Piece) -> State:
-    """The state of a piece, in new memory. Refuses that of a parameter of another shape."""
+    """Return the state of a piece in new memory. Raise if the state is of another shape."""
     found: State = {}
     for key, value in state.items():
         if is_cut(key, value):

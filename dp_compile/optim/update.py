@@ -18,18 +18,16 @@ from dp_compile.replica.sinks import UpdateRequest
 
 
 class Update:
-    """An optimizer whose updates run in the backward of one module: what the engine and `step()` see of it.
+    """An optimizer that updates in the backward of one module: its interface to the engine and to `step()`.
 
-    Every rank updates whole parameters, with the same gradients. `Shard` is the other kind.
+    Every rank updates whole parameters, with the same gradients. `Shard` updates a part on each rank.
     """
 
     def __init__(self, setup: Setup, deferred: Deferred | None) -> None:
         self.setup, self.deferred = setup, deferred
         self._handles: list[Any] = []
-        self._awaits_step = False
-        """A backward has updated, or left updates to the next forward."""
-        self._options: tuple[dict[str, Any], ...] = ()
-        """Of the optimizer's groups, as that backward found them; nothing after its `step()`."""
+        self._awaits_step = False  # a backward has updated or deferred updates, and `step()` has not followed
+        self._options: tuple[dict[str, Any], ...] = ()  # the groups' options at that backward; empty after `step()`
         self._unmark: Callable[[], object] = lambda: None
 
     @property
@@ -37,7 +35,7 @@ class Update:
         return self.setup.find_optimizer() is not None
 
     def install(self) -> None:
-        """Stand around the optimizer's `step()`."""
+        """Register hooks for the optimizer's `step()` and state dicts."""
         optimizer = self.setup.optimizer
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -50,14 +48,14 @@ class Update:
             self._unmark = optim.mark_for_scaler(optimizer)
 
     def remove(self) -> None:
-        """Leave the optimizer alone, with all of its state. With `shard`, every rank calls it."""
+        """Remove the hooks; the optimizer keeps its whole state. With `shard`, every rank calls it."""
         self._arrive()
         for handle in self._handles:
             handle.remove()
         self.released()
 
     def released(self) -> None:
-        """The module is not replicated any more: the optimizer goes on as it is, in `step()`."""
+        """Update in `step()` again, because the module is no longer replicated."""
         self._unmark()
         self._options = ()
         if self.deferred is not None:
@@ -120,7 +118,7 @@ class Update:
                 optim.step_without_hooks(optimizer)
 
     def finish(self) -> None:
-        """Update what the backward has not updated."""
+        """Update the parameters that the backward has not updated."""
         parameters = self.setup.replica.parameters
         left = {i: parameters[i].grad for i in self.setup.indices() if parameters[i].grad is not None}
         if left:
@@ -135,7 +133,7 @@ class Update:
             self.interrupted(error)
             raise
         self._awaits_step, self._options = True, options_of(setup.optimizer, noted)
-        if setup.scaler is not None:  # it may leave step() out, but not update()
+        if setup.scaler is not None:  # it may skip step(), but not update()
             optim.note_backward(setup.scaler, setup.optimizer)
         if self.deferred is not None:
             self.deferred.ended()
@@ -153,7 +151,7 @@ class Update:
             )
 
     def left_out(self, error: BaseException) -> None:
-        """Every rank has the gradients, and updates with them by itself."""
+        """Do nothing: every other rank has the gradients and updates without this one."""
 
     # --- around step()
 
@@ -184,7 +182,7 @@ class Update:
             raise ReductionError(problem)
 
     def _other_gradients(self) -> str:
-        """Why a step would be wrong: a parameter has a gradient that no synchronised backward has brought."""
+        """Return an error text if a parameter has a gradient that no synchronised backward has set, else ""."""
         replica = self.setup.find_replica()
         if replica is None or not self._awaits_step:
             return ""
@@ -198,7 +196,7 @@ class Update:
         )
 
     def check_clipping(self, index: int) -> None:
-        """Refuse to clip a gradient that the last backward has used."""
+        """Raise if the last backward has already updated with the gradient to be clipped."""
         if self._awaits_step and self.setup.find_replica() is not None and index in self.setup.covered:
             raise ReductionError(
                 f"clip_grad_norm_(): the backward has updated {self.setup.replica.name_list([index])} already, without "
@@ -222,7 +220,7 @@ class Update:
 
 @compiler.constant
 def _refuse_compiled_step() -> bool:
-    """Run while Dynamo traces. Compiled, the step of what is not in the module rounds otherwise and loses its hooks."""
+    """While Dynamo traces: raise. A compiled step of parameters outside the module rounds differently, without hooks."""
     raise ConfigError(
         "optimizer.step() is compiled, but the optimizer updates in the backward, with its own kernels on every rank. "
         "Call step() as it is: there is nothing left to compile."
