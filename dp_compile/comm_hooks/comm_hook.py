@@ -1,4 +1,4 @@
-"""A communication hook, as torch's DDP has them: the user's function in place of the all-reduce of a bucket."""
+"""Communication hooks with the interface of torch's DDP: a user's function replaces the all-reduce of a bucket."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HookFunction = TorchHook | FunctionalHook
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
-    """`function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
+    """A hook: `function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
 
-    `averaging`: what the hook does; with the key `CALLED`, only calling it shows. `why_called`: why backwards with it
-    are not captured; empty if they are.
+    `averaging`: the reduction that the hook performs, unknown if its key is `CALLED`. `why_called`: why backwards with
+    the hook are not captured; empty if they are.
     """
 
     state: Any
@@ -36,12 +36,12 @@ class CommHook:
 
     @property
     def memory(self) -> HookState | None:
-        """What a functional hook remembers."""
+        """The state of a functional hook; `None` for other hooks."""
         return self.state if isinstance(self.function, FunctionalHook) else None
 
     @property
     def is_called(self) -> bool:
-        """Whether the hook is called with each bucket, as no captured backward does."""
+        """Whether the hook is called with each bucket, which excludes captured backwards."""
         return self.averaging.hook == CALLED
 
     @property
@@ -50,13 +50,13 @@ class CommHook:
 
     @property
     def statement(self) -> str:
-        """What ranks compare: where one calls the hook, all have to."""
+        """Text that ranks compare, because either all of them call the hook or none."""
         memory = "" if self.memory is None else f", after {self.memory.backwards} backwards"
         return self.name if self.is_called else f"{self.name}, known: {self.averaging}{memory}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:
-    """A hook whose function was checked."""
+    """Check a function and its state, and return the hook."""
     if isinstance(function, FunctionalHook):
         if not isinstance(state, HookState):
             raise ConfigError(
@@ -64,7 +64,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
                 "register_comm_hook(dp_compile.HookState(), hook)."
             )
         state.check_free()
-        key, kept = register(function)  # plans know it by its key; the CommHook keeps it alive
+        key, kept = register(function)  # plans refer to it by key; the CommHook keeps it alive
         return CommHook(state, kept, Averaging(hook=key, rounds=kept.rounds))
     require(callable(function), "a comm hook", "a function of (state, bucket)", type(function))
     cast, why = _cast_of(function), ""
@@ -87,7 +87,7 @@ _WIRES: Final = {
     hooks.allreduce_hook.__code__: None,
     hooks.fp16_compress_hook.__code__: "float16",
     hooks.bf16_compress_hook.__code__: "bfloat16",
-    # A wrapper makes a new function each time: it is known by its code, and around what it is by its closure.
+    # A wrapper makes a new function each time: its code identifies it, and its closure has the wrapped hook.
     hooks.fp16_compress_wrapper(hooks.allreduce_hook).__code__: "float16",
     hooks.bf16_compress_wrapper(hooks.allreduce_hook).__code__: "bfloat16",
 }
@@ -95,10 +95,10 @@ _WIRES: Final = {
 
 
 def _cast_of(function: TorchHook) -> Averaging | None:
-    """What torch's own hooks do that average in another dtype; `None` of any other.
+    """Return the averaging of a hook of torch that casts and averages, or `None` for any other function.
 
-    Their state is the group over which they average, and `None` the default group, whichever the module's is. They
-    cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if the
+    The state of these hooks is the group over which they average, `None` the default group, not the module's. They
+    cast, divide by the number of ranks, sum and cast back. We divide first and round once: the same numbers if the
     number of ranks is a power of two, else one rounding less.
     """
     code = getattr(function, "__code__", None)

@@ -1,14 +1,14 @@
-"""Comm hooks as pure functions: what they are given and remember, and how they are run.
+"""Comm hooks as pure functions: their inputs, their state, and their execution.
 
-A hook is a generator. It yields the tensor that each collective is given, and receives the collective's result:
+A hook is a generator. It yields the input of each collective, and receives the collective's result:
 
     def reduce(self, bucket):
         mean = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])) / bucket.ranks
         ...
         return reduced, state
 
-What follows the last round each rank computes for itself, and all must get the same bits, ranks whose backward was not
-captured too. So in a graph an op calls the very function, with eager kernels (`passes/reduction.py`, `hook_step`).
+After the last round each rank computes alone, and all must get the same bits, including ranks whose backward was not
+captured. In a graph, therefore, an op calls the same function with eager kernels (`passes/reduction.py`, `hook_step`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,18 @@ from dp_compile.errors import ConfigError, ReductionError, UnsupportedModuleErro
 from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS, Reduction
 
 Tensors = Sequence[torch.Tensor]
-State = Mapping[str, torch.Tensor]
-"""What a hook remembers of one gradient, by the hook's names."""
-
-Reduced = tuple[Sequence[torch.Tensor], Sequence[State]]
-"""The reduced gradients of a bucket, and what is remembered of each."""
+State = Mapping[str, torch.Tensor]  # a hook's state of one gradient, by the hook's names
+Reduced = tuple[Sequence[torch.Tensor], Sequence[State]]  # the reduced gradients of a bucket, and the state of each
 
 
 class HookBucket(NamedTuple):
-    """What a functional hook is given.
+    """The input of a functional hook.
 
     Args:
         gradients: this rank's gradients of a bucket, not divided, each in the shape of its parameter.
-        state: of each gradient what was remembered, as the hook's `initial_state` or its last call gave it.
-        ranks: how many ranks there are.
-        rank: which of them this one is.
+        state: the state of each gradient, from the hook's `initial_state` or its last call.
+        ranks: number of ranks.
+        rank: number of this rank.
     """
 
     gradients: Sequence[torch.Tensor]
@@ -57,34 +54,30 @@ class HookBucket(NamedTuple):
 class FunctionalHook:
     """Base of comm hooks as pure functions: a frozen dataclass whose fields are its options, the same on every rank.
 
-    `rounds`: the collectives that it asks for, one after the other, in every bucket:
+    `rounds`: the collectives of every bucket, in order. `reduce` yields the input of each and receives its result:
 
-    - `all_reduce`: what comes back is the sum over all ranks of what each hands out, in any dtype that has sums.
-    - `all_to_all`: what is handed out is cut into as many equal parts as there are ranks, part r goes to rank r. What
-      comes back are the parts for this rank, in the order of the ranks that sent them.
-    - `all_gather`: what comes back is what all ranks have handed out, in their order.
+    - `all_reduce`: the sum of the inputs of all ranks, in any dtype that has sums.
+    - `all_to_all`: each input is cut into one equal part per rank, and part r is sent to rank r. The result is the
+      parts for this rank, in the order of the sending ranks.
+    - `all_gather`: the inputs of all ranks, in rank order.
 
-    What comes back of the last two has one dimension. Tensors travel in the dtype in which they are handed out; gloo
-    knows no float8: view it as `uint8`. Which gradients are in a bucket may change from one backward to the next: what
-    has to last is remembered for each gradient by itself.
+    The results of the last two have one dimension. Tensors are sent in the dtype in which they are yielded; gloo does
+    not support float8: view it as `uint8`. The gradients in a bucket may change from one backward to the next, so
+    state is kept per gradient.
     """
 
     rounds: ClassVar[tuple[str, ...]] = (ALL_REDUCE,)
 
     def initial_state(self, gradient: torch.Tensor) -> State:
-        """What is remembered of a gradient before the first backward, for one with this shape, dtype and device.
-
-        By default nothing. The same on every rank.
-        """
+        """Return the first state of a gradient of this shape, dtype and device: by default `{}`; equal on all ranks."""
         return {}
 
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
-        """Reduce a bucket: `received = yield tensor` is what the next of `rounds` makes of what each rank hands out.
+        """Reduce a bucket: `received = yield tensor` runs the next collective of `rounds` on each rank's `tensor`.
 
-        Returns the reduced gradients, in the bucket's order, with their shapes and dtype, and the new state of each:
-        tensors with the names, shapes and dtypes of before. Tensors that were given must not be written to. The reduced
-        gradients have to be the same on every rank; state may be a rank's own. Shapes of what is handed out follow from
-        shapes of what is given, and are the same on every rank.
+        Returns the reduced gradients, in the order, shapes and dtypes of the bucket's, and the new state of each, with
+        unchanged names, shapes and dtypes. Input tensors must not be written to. The reduced gradients must be equal on
+        all ranks; states may differ. Shapes of yielded tensors must depend on input shapes only, equally on all ranks.
         """
         raise NotImplementedError
 
@@ -93,7 +86,7 @@ _hooks: weakref.WeakValueDictionary[str, FunctionalHook] = weakref.WeakValueDict
 
 
 def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
-    """A key by which plans and graphs call a hook, the same in every process, and the hook that has it."""
+    """Return the key by which plans and graphs refer to a hook, equal in every process, and the hook of that key."""
     kind = type(hook)
     _require(
         re.search(r" at 0x[0-9a-f]+", repr(hook)) is None,
@@ -124,35 +117,32 @@ def hook_of(key: str) -> FunctionalHook:
     return hook
 
 
-# --- what it remembers ---------------------------------------------------------------------------------------------
+# --- state ---------------------------------------------------------------------------------------------------------
 
 
 class HookState:
     """The state of a `FunctionalHook`: `model.register_comm_hook(dp_compile.HookState(), hook)`. For one module.
 
-    Each rank has its own, and saves and loads its own: what was not sent yet differs from rank to rank. It is kept by
-    parameter name, so it may be loaded whichever buckets there are.
+    Each rank saves and loads its own state, because values that were not sent yet differ between ranks. States are
+    kept by parameter name, so they can be loaded under any plan of buckets.
     """
 
-    is_used = False
-    """By a module."""
+    is_used = False  # by a module
 
     def __init__(self) -> None:
-        self.backwards = 0
-        """Synchronised backwards so far."""
-        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
-        """By parameter, then by the hook's own name."""
+        self.backwards = 0  # synchronised backwards so far
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # by parameter, then by the hook's own name
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
         return {"backwards": self.backwards, "tensors": _copies(self._tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank; before `register_comm_hook()`, which compares ranks.
+        """Load this rank's `state_dict()`. Call it before `register_comm_hook()`, which compares ranks.
 
         Raises:
-            ConfigError: it is no such state.
-            UnsupportedModuleError: a module uses this one already.
+            ConfigError: `state_dict` is not the state of a hook.
+            UnsupportedModuleError: a module already uses this `HookState`.
         """
         self.check_free()
         try:
@@ -165,7 +155,7 @@ class HookState:
     # --- for the engine
 
     def check_free(self) -> None:
-        """An error if a module uses it."""
+        """Raise if a module uses this state."""
         if self.is_used:
             raise UnsupportedModuleError(
                 "this HookState belongs to a replicated module already. Make one for each module, and load it before "
@@ -173,7 +163,7 @@ class HookState:
             )
 
     def prepare(self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        """Begin with what was loaded, else with the hook's initial state, for a module with these parameters."""
+        """Start from the loaded state, else from the hook's initial state, for a module with these parameters."""
         pairs = zip(names, parameters, strict=True)
         fresh = {name: _initial_state(hook, name, each) for name, each in pairs if not each.is_complex()}
         if self._tensors:
@@ -187,7 +177,7 @@ class HookState:
         return self._tensors.get(name, {})
 
     def restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Take copies of what `state_dict` gave."""
+        """Copy the tensors of a `state_dict()`."""
         self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
 
     __getstate__, __setstate__ = state_dict, restore
@@ -198,8 +188,8 @@ def _copies(tensors: Mapping[str, State]) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a hook remembers at first of a gradient, in new memory."""
-    # The shape without the memory.
+    """Return the hook's initial state of a gradient, in new memory."""
+    # A tensor of the shape, with the memory of one element.
     like = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     with torch.no_grad():
         state = dict(hook.initial_state(like))
@@ -211,7 +201,7 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
 
 
 def _check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
-    """An error if a state that is loaded has other tensors than a hook has."""
+    """Raise if a loaded state has other tensors than a hook's."""
     for name in sorted({*given, *wanted}):
         found, expected = (_kinds(state[name]) if name in state else None for state in (given, wanted))
         if found != expected:
@@ -225,13 +215,13 @@ def _kinds(tensors: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
 
 
-# --- a run of it ---------------------------------------------------------------------------------------------------
+# --- execution -----------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
 def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
-    """How many bytes of a gradient a hook hands out for each of its rounds; empty if it has to see values to say. It is
-    run on a gradient without memory, as the only one of its bucket."""
+    """Return the bytes of one gradient that a hook sends in each round, or `()` if that depends on values. Runs the
+    hook on a meta tensor, as the only gradient of its bucket."""
     assert reduction.hook is not None
     hook, like = hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
     try:
@@ -242,7 +232,7 @@ def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype
                 size = sent[-1].shape if stage.op == ALL_REDUCE else (stage.numel_behind(sent[-1].numel()),)
                 sent.append(reducing.send(sent[-1].new_empty(size)))
             return tuple(each.nbytes for each in sent)
-    except Exception:  # what is wrong with a hook is raised where it reduces
+    except Exception:  # an error of the hook is raised when it reduces
         return ()
 
 
@@ -252,23 +242,21 @@ class HookRun:
 
     key: str
     bucket: HookBucket
-    new_state: Sequence[State] = ()
-    """After the last step, when the gradients are let go: what is remembered of each from now on."""
+    new_state: Sequence[State] = ()  # of each gradient, after the last step, which frees the gradients
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
 
     def step(self, received: Tensors) -> list[torch.Tensor]:
-        """What is sent next, after the results `received` of all rounds before; at the end the reduced gradients.
+        """Return the next tensor to send, given the results `received` of all earlier rounds, or the reduced gradients.
 
-        All in row order and in memory of their own: the sum is written over what is sent, which the hook may still
-        have.
+        Contiguous copies: the sum overwrites the sent tensor, to which the hook may still refer.
 
         Raises:
-            ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
+            ConfigError: the hook violates the contract of `FunctionalHook.reduce`.
         """
         hook, states = hook_of(self.key), self.bucket.state
         given = [*self.bucket.gradients, *(each for state in states for each in state.values()), *received]
         versions = list(map(autograd.version_of, given))
-        # Autocast around backward() is not meant for this.
+        # Autocast around backward() must not affect the hook.
         with autograd.counting_versions(), torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             try:
                 self._reducing = self._reducing or hook.reduce(self.bucket)
@@ -314,11 +302,11 @@ class HookRun:
 
 
 def _state_after(old: State, new: State, reduced: torch.Tensor) -> State:
-    """The new state, in memory of its own; of a gradient that is not finite the old one: a scaler skips this step, and
-    the new one would spoil all that follow. All ranks have the same gradient, and decide alike."""
+    """Return a copy of the new state, or of the old one if the gradient is not finite: a scaler skips this step, and
+    the new state would spoil all later ones. All ranks decide alike, because they have the same gradient."""
     if not old:
         return old
-    # Not finite either if it is too large for a sum. One pass; to ask each element takes three.
+    # A sum that overflows counts as not finite. The sum takes one pass; a test of each element takes three.
     is_of_use = reduced.sum(dtype=torch.promote_types(reduced.dtype, torch.float32)).isfinite()
     return {name: torch.where(is_of_use, new[name], tensor) for name, tensor in old.items()}
 
@@ -328,14 +316,14 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBucket:
-    """What a hook is given that reduces over a group, by its name."""
+    """Return the input of a hook that reduces over the group of this name."""
     ranks = distributed.group_of_name(group)
     return HookBucket(tuple(gradients), state, ranks.size(), ranks.rank())
 
 
 def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
-    """The step of a hook that follows these results, on fake tensors."""
-    # New ones: a hook may hand out a tensor that it has, which is not fake.
+    """Run the step of a hook that follows these results, on fake tensors."""
+    # New states: a hook may return a tensor that it keeps, which is not fake.
     state = [
         {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}
         for one in map(hook_of(key).initial_state, gradients)

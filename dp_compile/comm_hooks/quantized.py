@@ -1,7 +1,7 @@
-"""Gradients in eight bits on the wire: int8 or float8, a scale for each block, and what that loses sent later.
+"""Gradients sent in eight bits: int8 or float8 with one scale per block, and error feedback.
 
-Gradients of parameters of one dimension are few elements, of norms of another size than the rest: they travel in the
-same collectives in float32, each rank averages a part of them.
+Gradients of one-dimensional parameters are few elements, which differ in size from the rest (norm layers). The same
+collectives send them in float32, and each rank averages a part of them.
 
     x = gradient + error           each rank; each gradient begins a block, as they differ in size
     q, s = quantised x             s = max |x| / Q of a block, at least 2^-126; q = x / s, rounded to the nearest (even)
@@ -10,10 +10,10 @@ same collectives in float32, each rank averages a part of them.
     q', s' = quantised mean        all-gather; the gradient becomes q' s', from the same bytes on every rank
     error = x - q s                and in this rank's part ranks (mean - q' s') more
 
-Q is the largest number of the dtype: 127, 448, 57344. The second loss becomes part of the error of the rank that owns
-the part, as if its own gradient had lost it: so all that was lost lies with a parameter's elements, on one rank or the
-other, wherever blocks and parts begin in the next plan. Gradients and errors add up to what is handed out plus the
-errors that remain. A block with something that is not finite has a scale that is not, and is not finite on any rank.
+Q is the largest number of the dtype: 127, 448, 57344. The rank that averages a part adds the second loss to its own
+error. Each loss is thus kept for an element of a parameter on some rank, wherever blocks and parts begin in the next
+plan. The sum of gradients and errors equals the returned gradients plus the remaining errors. A block with an element
+that is not finite has a scale that is not, and is not finite on every rank.
 
 Sources: Dettmers, 8-bit approximations (arXiv 1511.04561); error feedback: Karimireddy et al. (arXiv 1901.09847), of
 both steps: Tang et al., DoubleSqueeze (arXiv 1905.05957); all-to-all and all-gather of blocks: ZeRO++'s qgZ (arXiv
@@ -32,27 +32,24 @@ from dp_compile.comm_hooks.functional import FunctionalHook, HookBucket, Reduced
 from dp_compile.errors import require, require_integer
 
 _LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_SMALLEST_SCALE: Final = 2.0**-126
-"""One divided by it is finite in float32."""
+_SMALLEST_SCALE: Final = 2.0**-126  # its reciprocal is finite in float32
 
 
 @dataclass(frozen=True)
 class QuantizedHook(FunctionalHook):
     """A comm hook that sends gradients in eight bits: `register_comm_hook(HookState(), QuantizedHook())`.
 
-    A rank sends two bytes for each element, and eight for each block, where an all-reduce of float32 sends eight for
-    each element. All sums are of float32, for gradients of any dtype.
-
-    Gradients of parameters of one dimension, and of none, are not quantised: they travel in float32.
+    A rank sends two bytes per element and eight per block; an all-reduce of float32 sends eight per element. All sums
+    are in float32, for gradients of any dtype.
 
     Args:
         dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        block: how many elements share a scale: few, as rows of one matrix differ in size, those of embeddings most.
-        error_feedback: send later what quantising loses; takes four bytes of memory for each element.
-        min_ndim: quantise gradients of parameters with at least so many dimensions; 0 quantises all.
+        block: elements per scale: few, because rows of a matrix differ in size, most of all in embeddings.
+        error_feedback: add the quantisation error to the next gradient; takes four bytes of memory per element.
+        min_ndim: gradients with fewer dimensions are sent in float32, not quantised; 0 quantises all.
 
     Raises:
-        ConfigError: another dtype, no block, or no number of dimensions.
+        ConfigError: another dtype, `block` below 1, or `min_ndim` below 0.
     """
 
     dtype: torch.dtype = torch.int8
@@ -75,9 +72,9 @@ class QuantizedHook(FunctionalHook):
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
         ranks = bucket.ranks
         blocks = sum(self._numel(each) for each in bucket.gradients if not self._is_exact(each)) // self.block
-        numel = self.block * max(1, -(-blocks // ranks))  # of a part
+        numel = self.block * max(1, -(-blocks // ranks))  # per part
         exact_numel = -(-sum(each.numel() for each in bucket.gradients if self._is_exact(each)) // ranks)
-        # In one place and its copy: memory that is new costs more than what is done to it.
+        # Work in one buffer and its copy: new memory costs more than the arithmetic.
         whole = bucket.gradients[0].new_zeros(ranks * numel, dtype=torch.float32)
         scratch, exact = torch.empty_like(whole), whole.new_zeros(ranks, exact_numel)
         errors = self._views(whole, exact, bucket)
@@ -98,12 +95,12 @@ class QuantizedHook(FunctionalHook):
         return gradient.dim() < self.min_ndim
 
     def _numel(self, gradient: torch.Tensor) -> int:
-        """How many elements it takes: whole blocks where it is quantised."""
+        """Return the elements that a gradient occupies: whole blocks if it is quantised."""
         block = 1 if self._is_exact(gradient) else self.block
         return -(-gradient.numel() // block) * block
 
     def _views(self, flat: torch.Tensor, exact: torch.Tensor, bucket: HookBucket) -> list[torch.Tensor]:
-        """The gradients' places among the blocks of `flat`, or in `exact`."""
+        """Return views of the gradients in the blocks of `flat`, or in `exact`."""
         left = {False: flat, True: exact.flatten()}
         found = []
         for gradient in bucket.gradients:
@@ -113,7 +110,7 @@ class QuantizedHook(FunctionalHook):
         return found
 
     def _quantised(self, x: torch.Tensor, exact: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Bytes of each part: elements of `x`, their scales, a row of `exact`. What they lose is left in `x`."""
+        """Return the bytes of each part: quantised `x`, scales, a row of `exact`. Leaves the error in `x`."""
         blocks, rounded, parts = x.view(-1, self.block), scratch.view(-1, self.block), len(exact)
         torch.abs(blocks, out=rounded)
         scales = rounded.amax(1, keepdim=True).div_(_LARGEST[self.dtype]).clamp_(min=_SMALLEST_SCALE)
@@ -132,7 +129,7 @@ class QuantizedHook(FunctionalHook):
         return sent
 
     def _values(self, received: torch.Tensor, exact: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """What bytes of `_quantised` stand for, put into `scratch` and `exact`."""
+        """Dequantise the bytes of `_quantised` into `scratch` and `exact`, and return `scratch`."""
         parts, numel = len(exact), scratch.numel() // len(exact)
         rows = received.view(parts, -1)
         scratch.view(parts, numel).copy_(rows[:, :numel].view(self.dtype))

@@ -426,7 +426,7 @@ class Shard(Update):
         return self.setup.only(parameters, [gradients[index] for index in indices], own)
 
     def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
-        """Unscale and clip by the norm over all ranks (one all-reduce). Return `False` if the scaler found inf or NaN."""
+        """Unscale and clip by the norm of all ranks (one all-reduce). Return `False` if the scaler found inf or NaN."""
         setup, scaler, device = self.setup, self.setup.scaler, self.parameters[0].device
         found: list[torch.Tensor] = []
         both = torch.zeros(3, dtype=torch.float64, device=device)

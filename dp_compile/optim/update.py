@@ -220,7 +220,7 @@ class Update:
 
 @compiler.constant
 def _refuse_compiled_step() -> bool:
-    """While Dynamo traces: raise. A compiled step of parameters outside the module rounds differently, without hooks."""
+    """While Dynamo traces: raise. A compiled step rounds parameters outside the module differently and loses hooks."""
     raise ConfigError(
         "optimizer.step() is compiled, but the optimizer updates in the backward, with its own kernels on every rank. "
         "Call step() as it is: there is nothing left to compile."
