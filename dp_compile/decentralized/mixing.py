@@ -1,4 +1,4 @@
-"""Parameters that are exchanged between few ranks while each of them computes its next gradients; and a step of that.
+"""Exchange of parameters between few ranks while each computes its next gradients, and the step that mixes them.
 
 step t     wait for what was sent in step t - 1        x_i(t)   own
            mix                                         sum over the edge of step t:  W_ij(t) x_j(t)
@@ -36,11 +36,11 @@ from dp_compile.replica.replica import Replica
 from dp_compile.replica.sinks import Updates
 
 ALIGNMENT_BYTES: Final = 128
-"""Of parameters in their bucket. Inductor copies an input that is less aligned than the one it compiled for."""
+"""Alignment of parameters in a bucket. Inductor copies an input that is less aligned than the one it compiled for."""
 
 
 def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
-    """Buckets of parameters, in reversed order as decent-dp has them; the same on every rank."""
+    """Return buckets of parameters in reversed order, as in decent-dp; equal on every rank."""
     group, specs = group_on(replica.group.process_group, replica.device.type), []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
         require(not parameter.is_complex(), name, "real to be mixed: hold two real parameters", parameter.dtype)
@@ -52,7 +52,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
 class MixedBucket:
     """Parameters that are sent together: views of the tensors in `own`, or these tensors themselves.
 
-    `received` is what arrives for each tensor in `own`, in the memory of `buffer`; `views` is the same by parameter.
+    `received`: the received values of each tensor in `own`, in the memory of `buffer`. `views`: the same by parameter.
     """
 
     parameters: list[nn.Parameter]
@@ -63,22 +63,21 @@ class MixedBucket:
 
 
 class Mixer:
-    """The parameters of a module, by `plan_of` it, and the ranks that it mixes them with.
+    """A module's parameters in buckets (`plan_of`), and the ranks with which they are mixed.
 
-    `as_views`: move parameters into one memory for each bucket, which one kernel mixes. Else they stay where they are,
-    and each is copied to its bucket in each step.
+    `as_views`: move the parameters of a bucket into one buffer, which one kernel mixes. Otherwise they keep their
+    memory, and each step copies each of them to its bucket.
     """
 
     def __init__(self, replica: Replica, topology: Topology, *, as_views: bool) -> None:
         self.topology, self.group = topology, replica.group.process_group
         self.rank = dist.get_rank(self.group)
         self.edges = topology.edges_of(self.rank)
-        self.step = 0  # which comes next
-        self.factor = 1.0  # how much of the way to the mixture parameters go
-        self.all_equal = True  # nothing has been updated since the start or an average: all ranks have the same
-        self.has_warned = False  # of the state dict of one rank
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """While parameters are averages over all ranks that will be taken back: tensors, and what they were."""
+        self.step = 0  # number of the next step
+        self.factor = 1.0  # step size towards the mixture
+        self.all_equal = True  # no update since the start or a global average: parameters are equal on all ranks
+        self.has_warned = False  # that a state dict has one rank's parameters
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors and own values, until `revert()`
         self._replica = weakref.ref(replica)
         with torch.no_grad():
             self.buckets = [
@@ -87,13 +86,12 @@ class Mixer:
             ]
         self._parameters = replica.parameters
         self._addresses = [each.data_ptr() for each in replica.parameters]
-        self._versions: list[int] = []
-        """How often each parameter had been written to when it was sent, or was given back."""
+        self._versions: list[int] = []  # version counter of each parameter when it was sent or reverted
         self._in_flight: list[tuple[dist.Work, Edge]] = []
         self._everyone = Exchange(self.group, {})
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         timeout = timedelta(seconds=distributed.timeout_of(self.group, replica.device))
-        for ranks in topology.groups():  # on every rank all groups, in one order: torch counts them to name them
+        for ranks in topology.groups():  # every rank creates all groups in one order: torch names them by a counter
             group = dist.new_group(list(ranks), timeout)
             if self.rank in ranks:
                 self._groups[ranks] = group
@@ -102,15 +100,15 @@ class Mixer:
         return self.edges[step % len(self.edges)]
 
     def mix(self, before: Callable[[Edge, float], None] | None = None) -> None:
-        """Replace parameters by the average of the edge, if something was sent since the start.
+        """Replace parameters by the average of the edge, if an exchange is in flight.
 
-        `before` is called with the edge and its weight when all parameters have arrived. Nothing is mixed if one of
-        this rank was moved to other memory or written to: a `ReductionError`.
+        `before` is called with the edge and its weight after the exchange. Raises a `ReductionError` and mixes nothing
+        if a parameter of this rank was moved to other memory or written to.
         """
         if not self._in_flight:
             return
         replica = self._replica()
-        assert replica is not None  # a backward of it ends
+        assert replica is not None  # its backward is running
         for name, parameter, address in zip(replica.names, replica.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise ReductionError(
@@ -139,7 +137,7 @@ class Mixer:
         torch.autograd.graph.increment_version(self._parameters)
 
     def send(self) -> None:
-        """Start what the next step mixes with. The ranks of an edge send their buckets in the same order."""
+        """Launch the exchange for the next step. The ranks of an edge send their buckets in the same order."""
         edge = self.edge_of(self.step + 1)
         if len(edge.ranks) == 1:
             return
@@ -151,7 +149,7 @@ class Mixer:
         self._in_flight, self._versions = works, list(map(autograd.version_of, self._parameters))
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        """Start an all-reduce over the ranks of an edge; `wait` waits for it."""
+        """Launch an all-reduce over the ranks of an edge; `wait` waits for it."""
         with self._naming_missing(edge):
             work: dist.Work = dist.all_reduce(tensor, op=op, group=self._groups[edge.ranks], async_op=True)
         return work
@@ -169,19 +167,19 @@ class Mixer:
         return self._everyone.naming_missing(self._groups[edge.ranks], self.step, what)
 
     def arrive(self) -> None:
-        """Wait for all that is on its way to this rank; the next step mixes with it as ever."""
+        """Wait for the exchange in flight. The next step still mixes with it."""
         for work, edge in self._in_flight:
             self.wait(work, edge)
 
     def forget(self) -> None:
-        """Mix nothing in the next step of this rank: its parameters are not those that were sent."""
+        """Wait for the exchange in flight and drop it: the next step does not mix with it."""
         self.arrive()
         self._in_flight = []
 
     def average(self, *, keep: bool, buffers: bool) -> None:
-        """Let parameters be the average over all ranks, with buffers of floating point if these are asked for.
+        """Replace parameters by their average over all ranks; with `buffers`, floating-point buffers too.
 
-        `keep`: what they were comes back with `revert`; else this is where the next step starts.
+        `keep`: keep the previous values for `revert()`. Otherwise the next step starts from the average.
         """
         if self.kept:
             raise ReductionError("parameters already hold the global average. Call revert_global_avg() first.")
@@ -197,12 +195,12 @@ class Mixer:
             self.accept()
 
     def accept(self) -> None:
-        """Let an average stay."""
+        """Start the next step from the average."""
         self.kept, self.all_equal = [], True
         self.forget()
 
     def revert(self) -> None:
-        """Take an average back."""
+        """Restore the values from before the average."""
         if not self.kept:
             raise ReductionError("there is no global average to revert. Call global_avg() first.")
         with torch.no_grad():
@@ -213,13 +211,13 @@ class Mixer:
         self.kept = []
 
     def distance_to_average(self) -> float:
-        """The Euclidean norm of the difference between this rank's own parameters and their average, which is set."""
+        """Return the Euclidean distance of this rank's own parameters to the average, which the parameters hold now."""
         own = {id(tensor): value for tensor, value in self.kept}
         parts = ((each - own[id(each)]).double().square().sum() for bucket in self.buckets for each in bucket.own)
         return math.sqrt(float(sum(parts)))
 
     def close(self) -> None:
-        """Free the groups. Parameters stay where they are."""
+        """Destroy the process groups. Parameters keep their memory."""
         for group in self._groups.values():
             if distributed.is_alive(group):
                 dist.destroy_process_group(group)
@@ -239,11 +237,11 @@ def _mixed(bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> Mi
 
 @dataclass(eq=False)
 class MixingUpdates(Updates):
-    """At the end of each synchronised backward (`replica/sinks.py`): mix, clip, update, send.
+    """A sink (`replica/sinks.py`) that mixes, clips, updates and sends at the end of each synchronised backward.
 
-    `optimizer`: over all or some parameters of the module. `max_norm`: clip the gradients of each bucket by themselves;
-    0: no. `scaler`: unscales, leaves steps out, and is updated, all at the end of the backward. `averages_buffers`:
-    averages over all ranks are of buffers, too.
+    `optimizer`: over all or some parameters of the module. `max_norm`: of the gradients of each bucket separately; 0:
+    no clipping. `scaler`: unscales, skips steps, and is updated, all at the end of the backward. `averages_buffers`:
+    global averages include buffers.
     """
 
     optimizer: torch.optim.Optimizer
@@ -253,7 +251,7 @@ class MixingUpdates(Updates):
     scheduler: LRScheduler | None
     averages_buffers: bool
     handles: list[RemovableHandle] = field(default_factory=list)
-    _scale: tuple[torch.Tensor, dist.Work, Edge] | None = None  # the least of the edge, on its way
+    _scale: tuple[torch.Tensor, dist.Work, Edge] | None = None  # the least of the edge, being all-reduced
     _broken: str = ""
 
     def __post_init__(self) -> None:
@@ -308,7 +306,7 @@ class MixingUpdates(Updates):
         )
 
     def _update(self) -> None:
-        """Update all parameters, or none if the scaler found a gradient that is not finite."""
+        """Clip and update all parameters; update none if the scaler found a gradient that is not finite."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         for bucket in self.mixer.buckets if self.max_norm > 0 else ():
@@ -322,7 +320,7 @@ class MixingUpdates(Updates):
                 parameter.grad = None
 
     def _agree_on_scale(self, scaler: GradScaler) -> None:
-        """Take the least scale of the edge: what another rank has arrives a step later, as its parameters do."""
+        """Take the least scale of the edge. The scales of other ranks arrive one step later, like their parameters."""
         scaler.update()
         if self._scale is not None:
             least, work, edge = self._scale

@@ -1,4 +1,4 @@
-"""`decentralize()`: ranks mix their parameters with few others in each step, and reduce no gradient."""
+"""`decentralize()`: each step mixes parameters with few other ranks, and reduces no gradient."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.replication.selection import refuse_dtensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-OptimizerFn = Callable[[Any], torch.optim.Optimizer]
-"""From a list of names and parameters, as `torch.optim` takes it too, to an optimizer of them."""
+OptimizerFn = Callable[[Any], torch.optim.Optimizer]  # of a list of (name, parameter), as `torch.optim` takes it
 SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 CALL: Final = "decentralize()"
@@ -40,8 +39,7 @@ _NOT_REDUCED: Final = (
     "bucket_cap_mb", "cost", "gradient_divide_factor",
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan",
 )  # fmt: skip
-"""Options about gradients that are reduced, and parameters that are the same on all ranks."""
-
+"""Options of the reduction of gradients, and of parameters that are equal on all ranks: not allowed here."""
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
@@ -59,35 +57,33 @@ def decentralize(
     sync_buffer_in_global_avg: bool = False,
     config: ReplicateConfig | None = None,
 ) -> ModuleT:
-    """Let the ranks of the default group mix parameters with few neighbours in each step, and reduce no gradient.
+    """Mix parameters with few neighbours of the default group in each step, in place of reducing gradients.
 
-    Returns the same object, with the methods of `DecentralizedModule`. A backward is a step: when all gradients are
-    there it waits for what the neighbours sent at the end of the step before, mixes, clips, updates with this rank's
-    own gradients, and sends for the next step. Ranks start equal, with the parameters and buffers of the first one, and
-    differ from then on. `optimizer.step()` and `zero_grad()` may be left in the loop and do nothing.
+    Returns the same object, with the methods of `DecentralizedModule`. Each synchronised backward is a step. With all
+    gradients ready, it waits for the parameters that the neighbours sent in the previous step, mixes, clips, updates
+    with this rank's own gradients, and sends for the next step. Ranks start with the parameters and buffers of the
+    first rank, and differ afterwards. `optimizer.step()` and `zero_grad()` may stay in the loop and do nothing.
 
     Args:
         module: not replicated yet, compiled or not.
-        topology: a name, as of `topologies.topology`, or a `Topology` of as many ranks as the group.
-        optimizer: one over parameters of `module` only; or what makes one from a list of names and parameters. Its
-            method `pre_average_hook(edge, weight)`, if it has one, is called before parameters are mixed, when
-            `parameter.comm_buffer` holds what has arrived, as by decent-dp.
+        topology: a name that `topologies.topology` accepts, or a `Topology` of as many ranks as the group.
+        optimizer: one over parameters of `module` only, or a function that makes one from a list of names and
+            parameters. Its method `pre_average_hook(edge, weight)`, if any, is called before parameters are mixed,
+            when `parameter.comm_buffer` holds the received values, as in decent-dp.
         lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
-        scaler: the `torch.amp.GradScaler` with which the loop scales losses. All else it does happens in the backward;
-            ranks of an edge take the least scale of them.
-        grad_clip_norm: clip the gradients of each bucket by themselves to this norm, as decent-dp; 0: not at all.
-        param_as_bucket_view: let parameters lie in one memory for each bucket: one kernel mixes it. Else they stay
-            where they are.
+        scaler: the `torch.amp.GradScaler` that scales losses in the loop. The backward unscales, skips steps and
+            updates the scale, to the least one of the ranks of an edge.
+        grad_clip_norm: clip the gradients of each bucket separately to this norm, as in decent-dp; 0: no clipping.
+        param_as_bucket_view: move the parameters of each bucket into one buffer, which one kernel mixes.
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.
-        local_world_size: ranks on each node, for topologies that ask for it; `LOCAL_WORLD_SIZE` of the environment, or
-            1, if not given.
-        sync_buffer_in_global_avg: averages over all ranks are of buffers of floating point, too.
-        config: options of the compiler and for time-outs. Those on reductions are refused.
+        local_world_size: ranks per node, for topologies that need it; `None`: `LOCAL_WORLD_SIZE`, else 1.
+        sync_buffer_in_global_avg: global averages include floating-point buffers.
+        config: options of the compiler and time-outs. Options of reductions raise an error.
 
     Raises:
-        ConfigError: an option has a value that is not allowed, or the topology is not for so many ranks.
+        ConfigError: the value of an option is not allowed, or the topology is for another number of ranks.
         UnsupportedModuleError: the module cannot be replicated, or has parameters without values.
-        DesyncError: ranks differ in model, topology or options, or one is missing.
+        DesyncError: ranks differ in model, topology or options, or a rank has not called.
     """
     options = _options(config)
     refuse_dtensors(unwrap(module), CALL)
@@ -139,7 +135,7 @@ def decentralize(
     replica.planning.awaits_graph, replica.planning.strategy, replica.state.reduces_gradients = False, "fixed", False
     replica.after.updates.append(updates)
     inner = unwrap(module)
-    if (kind := type(inner)) not in _classes:  # of the same name, and the same one each time: modules can share code
+    if (kind := type(inner)) not in _classes:  # one subclass per class, so that modules share compiled code
         _classes[kind] = type(kind.__name__, (DecentralizedModule, kind), {"__module__": kind.__module__})
     inner.__class__ = _classes[kind]
     updates.handles = [
@@ -151,7 +147,7 @@ def decentralize(
 
 
 def mixing_of(module: nn.Module) -> MixingUpdates:
-    """What a decentralized module does in each step."""
+    """Return the sink of a decentralized module. Raise an `UnsupportedModuleError` for other modules."""
     for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
@@ -159,18 +155,18 @@ def mixing_of(module: nn.Module) -> MixingUpdates:
 
 
 class DecentralizedModule(nn.Module):
-    """What a module can do while it is decentralized. Names and arguments are decent-dp's, as far as that has them."""
+    """Methods of a module while it is decentralized. Names and arguments are decent-dp's where it has them."""
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
-        """Let parameters be the average over all ranks. Every rank calls it, between two steps.
+        """Replace parameters by their average over all ranks. Every rank calls it, between two steps.
 
         Args:
-            will_revert: `revert_global_avg` follows before the next backward. Else this is where all ranks go on from.
-            return_d2c: return how far this rank's own parameters were from the average, as a Euclidean norm.
+            will_revert: you call `revert_global_avg` before the next backward. Else training goes on from the average.
+            return_d2c: return the Euclidean distance of this rank's own parameters to the average.
 
         Raises:
-            ReductionError: parameters are such an average already.
-            CommunicationError, DesyncError: a rank did not come, or is at another step.
+            ReductionError: parameters already hold a global average.
+            CommunicationError, DesyncError: a rank has not called, or is at another step.
         """
         state = mixing_of(self)
         state.mixer.average(keep=will_revert or return_d2c, buffers=state.averages_buffers)
@@ -180,12 +176,12 @@ class DecentralizedModule(nn.Module):
         return distance
 
     def revert_global_avg(self) -> None:
-        """Give each rank its own parameters back, with buffers if they were averaged by `global_avg` before."""
+        """Restore this rank's own parameters, and its own buffers if `global_avg` averaged them."""
         mixing_of(self).mixer.revert()
 
     @contextlib.contextmanager
     def global_average(self) -> Iterator[None]:
-        """Inside, parameters are the average over all ranks: to evaluate and to save. Each rank's own come back."""
+        """Replace parameters by the average over all ranks inside the context, to evaluate or to save."""
         self.global_avg()
         try:
             yield
@@ -193,20 +189,20 @@ class DecentralizedModule(nn.Module):
             self.revert_global_avg()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Whether backwards only accumulate gradients from now on, as in `no_sync()`."""
+        """Set whether backwards only accumulate gradients from now on, as in `no_sync()`."""
         replica_of(self).state.sync = not enable
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay."""
+        """Set the step size towards the edge's average: 1 (default) takes the average, 0 keeps own parameters."""
         require(is_number(factor) and math.isfinite(factor), "factor", "a finite number", factor)
         mixing_of(self).mixer.factor = float(factor)
 
     def get_lr(self) -> float:
-        """The learning rate of the optimizer's first group for the next step."""
+        """Return the learning rate of the optimizer's first group for the next step."""
         return float(mixing_of(self).optimizer.param_groups[0]["lr"])
 
 
-# Hooks of the module. A copy of it has them too, and is a plain module.
+# Hooks of the module. A copy has them too, but is a plain module.
 
 
 def _warn_of_own_parameters(module: nn.Module, *_: Any) -> None:
@@ -232,7 +228,7 @@ def _refuse_to_load(module: nn.Module, *_: Any) -> None:
 
 def _forget_what_was_sent(module: nn.Module, *_: Any) -> None:
     if isinstance(module, DecentralizedModule):
-        mixing_of(module).mixer.forget()  # else the next step mixes what was loaded away
+        mixing_of(module).mixer.forget()  # else the next step mixes the loaded values with older ones
 
 
 def _options(config: ReplicateConfig | None) -> ReplicateConfig:

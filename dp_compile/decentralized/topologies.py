@@ -1,12 +1,12 @@
-"""Who averages parameters with whom in which step: edges and mixing matrices.
+"""Which ranks average their parameters in which step: edges and mixing matrices.
 
-    step t    every rank is in exactly one edge, and takes   W(t) x    of the parameters x of all ranks
-    edge      each of its k ranks keeps the share `weight` of its parameters, the others share the rest:
+    step t    every rank is in exactly one edge; the parameters x of all ranks become   W(t) x
+    edge      each of its k ranks weights its own parameters by `weight`; the others share the rest equally:
 
         x_i  <-  own_factor * x_i + share * (sum of x_j over the edge, i too)
                  share = (1 - weight) / (k - 1),   own_factor = weight - share
 
-Four have the patterns of decent-dp 0.2.3 (arXiv 2410.11998). Any other is a `Topology` of edges.
+Four named topologies are those of decent-dp 0.2.3 (arXiv 2410.11998). Any other is a `Topology` of edges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Ranks that mix with each other in one step, in rising order, and the share of its parameters that each keeps."""
+    """Ranks that mix with each other in one step, ascending, and the weight that each gives its own parameters."""
 
     ranks: tuple[int, ...]
     weight: float
@@ -45,7 +45,7 @@ class Edge:
 
     @property
     def own_factor(self) -> float:
-        """What a rank multiplies its own parameters by, in addition to their share in the sum."""
+        """The factor of a rank's own parameters, in addition to their share in the sum."""
         return self.weight - self.share
 
 
@@ -54,7 +54,7 @@ Steps = Sequence[Sequence[Edge]]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All edges of each step of a period, which then starts again; each rank is in exactly one edge of a step."""
+    """All edges of each step of a period, which repeats; each rank is in exactly one edge of a step."""
 
     name: str
     world_size: int
@@ -73,20 +73,20 @@ class Topology:
 
     @property
     def period(self) -> int:
-        """Steps until it starts again."""
+        """Number of steps before the edges repeat."""
         return len(self.steps)
 
     def edges_of(self, rank: int) -> tuple[Edge, ...]:
-        """The edge that a rank is in, for each step of a period."""
+        """Return the edge of a rank in each step of a period."""
         return tuple(next(edge for edge in edges if rank in edge.ranks) for edges in self.steps)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every process group that is needed, once each, in the order in which every rank makes them."""
+        """Return the ranks of each process group, once each, in the order in which every rank creates the groups."""
         edges = (edge.ranks for edges in self.steps for edge in edges)
         return tuple(dict.fromkeys(ranks for ranks in edges if len(ranks) > 1))
 
     def mixing_matrix(self, step: int) -> Array:
-        """`W(step)`, `(world_size, world_size)`: symmetric, rows and columns add up to 1. Any step >= 0."""
+        """Return `W(step)`, `(world_size, world_size)`: symmetric, rows and columns sum to 1. For any step >= 0."""
         matrix = np.zeros((self.world_size, self.world_size))
         for edge in self.steps[step % self.period]:
             matrix[np.ix_(edge.ranks, edge.ranks)] = edge.share
@@ -95,7 +95,7 @@ class Topology:
 
 
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
-    """`complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`; one rank is alone, with any name.
+    """Return `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. A single rank has no neighbour in any.
 
     `local_world_size`: ranks on each node, for `alternating-exp-ring`.
     """
@@ -120,7 +120,7 @@ def _one_peer_exp(world_size: int, local_world_size: int) -> Steps:
 
 
 def _alternating_exp_ring(world_size: int, local_world_size: int) -> Steps:
-    """Pairs of nodes: one averages inside of each node first and with the other then, its neighbour pair reversed."""
+    """Pair nodes. A pair averages inside each node first, then over both nodes; the next pair in reversed order."""
     local, n_nodes = local_world_size, world_size // local_world_size
     nodes = [tuple(range(node * local, (node + 1) * local)) for node in range(n_nodes)]
     steps: list[list[Edge]] = []
@@ -141,7 +141,7 @@ def _powers(name: str, what: str, number: int) -> list[int]:
     return [1 << bit for bit in range(number.bit_length() - 1)]
 
 
-# From the number of ranks, and of ranks on each node, to the edges of each step of a period.
+# From the number of ranks and of ranks per node to the edges of each step of a period.
 _BUILDERS: Final[Mapping[str, Callable[[int, int], Steps]]] = {
     "complete": lambda world_size, _: [[Edge(tuple(range(world_size)), 1 / world_size)]],
     "ring": _ring,
