@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dp_compile.replication.replicate import unreplicate as unreplicate
     from dp_compile.replication.warmup import warmup as warmup
 
-# Where each name lives. A file is loaded when one of its names is first asked for: torch alone takes seconds to import,
-# its compilers as long again, and a process that only reads a step file needs neither.
+# The module of each name, imported on the first access: torch alone takes seconds to import, its compilers as long
+# again, and a process that only reads a step file needs neither.
 _HOME = {
     name: home
     for home, names in {
@@ -55,7 +55,7 @@ __all__ = sorted([*_HOME, "optim"])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":  # its names are asked for by its own: `dp_compile.optim.in_backward`
+    if name == "optim":  # a subpackage: `dp_compile.optim.in_backward`
         return import_module("dp_compile.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'dp_compile' has no attribute '{name}'")

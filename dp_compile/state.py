@@ -1,9 +1,9 @@
-"""State of parameters with tensor parallel, sharded over data parallel too: averages, optimizer state, checkpoints.
+"""State of tensor-parallel parameters, sharded over data parallel too: averages, optimizer state, checkpoints.
 
     mesh (dp, tp)      a parameter of rank (d, t)            its chunk                              gathered
                        DTensor [tp placement] on mesh["tp"]  DTensor [Shard(0), tp placement]       the local part
 
-As `chunk_dtensor` and `all_gather_dtensor` of torch's `DTensorExtensions`, which FSDP1 uses.
+Equivalent to `chunk_dtensor` and `all_gather_dtensor` of torch's `DTensorExtensions`, which FSDP1 uses.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dp_compile.errors import ConfigError
 
 
 def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
-    """A tensor cut along its first dimension over data parallel, in addition to how tensor parallel has cut it.
+    """Shard a tensor along its first dimension over data parallel, in addition to its tensor-parallel placement.
 
-    On a (dp, tp) mesh a parameter with one placement over `tp` gives a DTensor `[Shard(0), placement]`; a plain tensor,
-    the same on all ranks, `[Shard(0), Replicate()]`. In new memory, without a gradient. Runs collectives over
-    `tp` where that cuts the first dimension too: every rank of the parent mesh has to call it.
+    On a (dp, tp) mesh, a parameter with one placement over `tp` becomes a DTensor `[Shard(0), placement]`; a plain
+    tensor, equal on all ranks, becomes `[Shard(0), Replicate()]`. In new memory, without a gradient. Every rank of the
+    parent mesh must call it: it runs collectives over `tp` if that shards the first dimension too.
 
     Args:
-        tensor: the same on all ranks of `device_mesh`; with one dimension at least.
-        device_mesh: the dimension of data parallel, `mesh["dp"]`. Of several the last is cut over, so that
-            `mesh["between", "inside"]` gives `[Replicate(), Shard(0), placement]`. Over all other dimensions of the
-            parent mesh the tensor is taken for equal.
+        tensor: equal on all ranks of `device_mesh`, with at least one dimension.
+        device_mesh: the data-parallel dimension, `mesh["dp"]`. The last of several dimensions shards:
+            `mesh["between", "inside"]` gives `[Replicate(), Shard(0), placement]`. The tensor is assumed equal over
+            all other dimensions of the parent mesh.
 
     Raises:
-        ConfigError: `device_mesh` is no slice of a larger mesh, the tensor lies on another one or on the same
-            dimensions, or it has no dimension.
+        ConfigError: `device_mesh` is not a slice of a larger mesh, the tensor is on another mesh or on the same
+            dimensions, or it is a scalar.
     """
     parent, own = _in_parent(device_mesh)
     if not tensor.dim():
@@ -53,7 +53,7 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
             )
         for dim, placement in zip(dims, tensor.placements, strict=True):
             placements[dim] = placement
-    # With the shape of the whole: ranks would guess another one each where they do not share a dimension evenly.
+    # With the global shape: from uneven shards, each rank would infer another one.
     shape: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     whole = DTensor.from_local(dtensors.local_tensor(tensor.detach()), parent, placements, **shape)
     placements[own[-1]] = Shard(0)
@@ -63,16 +63,16 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
 
 
 def gather(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> torch.Tensor:
-    """The inverse of `chunk`: this rank's part by tensor parallel, as a plain tensor.
+    """Return this rank's tensor-parallel part of a `chunk()` result, as a plain tensor.
 
-    Gathers over data parallel only: what tensor parallel has cut stays cut. Every rank of the parent mesh calls it.
+    Gathers over data parallel only; tensor-parallel shards stay. Every rank of the parent mesh calls it.
 
     Args:
-        tensor: what `chunk` gave, or was loaded into it.
-        device_mesh: the one that `chunk` was given.
+        tensor: the result of `chunk`, or a tensor that was loaded into it.
+        device_mesh: the mesh that was passed to `chunk`.
 
     Raises:
-        ConfigError: `device_mesh` is no part of a larger mesh, or the tensor does not lie on that.
+        ConfigError: `device_mesh` is not a slice of a larger mesh, or the tensor is not on that mesh.
     """
     parent, own = _in_parent(device_mesh)
     if not isinstance(tensor, DTensor) or tensor.device_mesh != parent:
@@ -84,7 +84,7 @@ def gather(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> torch.Tensor
 
 
 def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """The mesh of which another is a slice, and its dimensions there."""
+    """Return the parent of a mesh slice, and the slice's dimensions in it."""
     parent = dtensors.parent_of(mesh) if isinstance(mesh, DeviceMesh) else None
     dims = None if parent is None or mesh is None or mesh.ndim == parent.ndim else _dims_in(mesh, parent)
     if parent is None or dims is None:
@@ -97,8 +97,8 @@ def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
 
 
 def _dims_in(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
-    """The dimensions of a slice in its parent; `None`: it is no slice of it. By names and ranks: what torch keeps of a
-    DTensor may name an equal mesh, sliced from another one."""
+    """Return the dimensions of a slice in its parent, `None` if it is no slice of it. Compares names and ranks,
+    because a DTensor may refer to an equal mesh that was sliced from another one."""
     names, known = mesh.mesh_dim_names or (), parent.mesh_dim_names or ()
     if not names or not set(names) <= set(known) or not torch.equal(parent[names].mesh, mesh.mesh):
         return None

@@ -1,6 +1,6 @@
-"""Parameters averaged now and then in place of gradients in every step: local SGD, and outer optimizers.
+"""Periodic averaging of parameters in place of gradients in every step: local SGD, and outer optimizers.
 
-Imported by name: `from dp_compile import averaging`. Names, arguments and schedules are torch's.
+Import it with `from dp_compile import averaging`. Names, arguments and schedules are torch's.
 """
 
 from dp_compile.averaging.optimizers import OuterOptimizer as OuterOptimizer

@@ -1,10 +1,10 @@
-"""Tensors averaged over a process group where they lie, if all its ranks mean the same tensors at the same step.
+"""In-place averages of tensors over a process group, if all its ranks pass the same tensors at the same step.
 
     first call       ranks compare tensors, step and schedule in the key-value store
-    each averaging   one small all-reduce (step and a hash of the tensors) that is read, then the buckets
+    each averaging   one small all-reduce (step and a hash of the tensors), which the host reads, then the buckets
 
-The small all-reduce comes first, so that no rank sends a bucket to one that expects another: with gloo such a rank
-hangs, or adds up what does not belong together.
+The small all-reduce keeps a rank from sending a bucket to a rank that expects another: gloo would hang, or add
+unrelated tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dp_compile.replica.group import group_on
 from dp_compile.replica.replica import Replica, owners
 from dp_compile.replica.store_channel import check_consistent_in_call, unique_topic
 
-BUCKET_MB: Final = 25.0  # as large as those of torch's DDP; for each dtype and type of device its own
-IN_FLIGHT: Final = 2  # buckets at a time: one is filled while the other travels, and memory stays small
-ASK_S: Final = 5.0  # how long ranks that could not reach each other look for those that are missing
+BUCKET_MB: Final = 25.0  # as in torch's DDP; buckets are per dtype and device type
+IN_FLIGHT: Final = 2  # buckets at a time: one is filled during the reduction of the other, and memory stays small
+ASK_S: Final = 5.0  # wait of a rank whose collective failed for the status of the others
 CALL: Final = "average_parameters()"
 AVERAGED: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
 def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    """All parameters of an iterable of them or of an optimizer's groups, each once, with a gradient or without.
+    """Return all parameters of an iterable of parameters or groups, each once, with or without a gradient.
 
-    A `ConfigError` if it holds something else, nothing, or a parameter that has no average.
+    Raises a `ConfigError` for other types, no parameters, or a parameter that cannot be averaged.
     """
     found: dict[int, torch.Tensor] = {}
     for each in params:
@@ -55,12 +55,12 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
         require(has_average, f"parameter {place} of params", f"dense {', '.join(map(str, AVERAGED))}", shown)
     if in_flight:
         for replica in {owner[0] for owner in map(owners.find, found.values()) if owner is not None}:
-            replica.wait_for_updates()  # updates that an optimizer has left for the next forward
+            replica.wait_for_updates()  # updates that an optimizer has deferred to the next forward
     return list(found.values())
 
 
 def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
-    """Parameters of replicated modules whose ranks are all in a group are equal again: their local steps are over."""
+    """End the local steps of averaged parameters of replicated modules whose ranks are all in the group."""
     indices: dict[Replica, list[int]] = {}
     for replica, index in filter(None, map(owners.find, parameters)):
         indices.setdefault(replica, []).append(index)
@@ -71,26 +71,26 @@ def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGr
 
 
 class Exchange:
-    """The averagings of one averager over a group; a rank that is not in it does nothing.
+    """Averages of one averager over a group. Ranks outside the group do nothing.
 
-    `schedule`: what has to be the same on all ranks in addition to tensors and step.
+    `schedule`: values that must be equal on all ranks, in addition to tensors and step.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, schedule: Mapping[str, Any]) -> None:
         self._group, self._schedule = process_group, dict(schedule)
         self.has_met = dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1
-        """Whether the ranks have compared what they were given; nothing to do if there are no others."""
+        """Whether the ranks have compared their inputs; true if there are no other ranks."""
         self._topic = "" if self.has_met else unique_topic(group_on(process_group, "cpu"), "averaging")
         self._known: tuple[list[tuple[Any, ...]], BucketPlan, int] = [], BucketPlan(()), 0
-        """Of the tensors that were averaged last: what they are, buckets, a hash."""
+        """Kinds, buckets and hash of the tensors that were averaged last."""
 
     def meet(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
-        """Compare once with all ranks of the group, `more` too: a `DesyncError` on every rank if one differs."""
+        """Compare tensors, step and `more` with all ranks of the group. Raise a `DesyncError` on all if one differs."""
         self._compare(tensors, step, **self._schedule, **more)
         self.has_met = True
 
     def average(self, tensors: Sequence[torch.Tensor], step: int) -> None:
-        """Set each tensor to its average over the ranks of a group, in place; not if these or the steps differ."""
+        """Average each tensor over the group, in place. Raise before any is averaged if tensors or steps differ."""
         if dist.get_rank(self._group) < 0 or dist.get_world_size(self._group) == 1:
             return
         plan, hashed = self._plan(tensors)
@@ -104,7 +104,7 @@ class Exchange:
             _reduce(plan, [real_view(tensor.detach()) for tensor in tensors])
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> tuple[BucketPlan, int]:
-        """The buckets of tensors, and a number that other tensors do not have."""
+        """Return the buckets of the tensors, and a hash of their dtypes, shapes and memory order."""
         described = list(map(_described, tensors))
         kinds = [(*kind, tensor.device.type) for kind, tensor in zip(described, tensors, strict=True)]
         if self._known[0] != kinds:
@@ -122,7 +122,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:
-        """Inside ranks wait for each other; the `CommunicationError` says who was missing, and that `what` failed."""
+        """Turn a communication error inside into a `CommunicationError` that has `what` failed and the missing ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -131,7 +131,7 @@ class Exchange:
             raise CommunicationError(f"{what}: {self._who_is_missing(process_group, step)} ({error})") from error
 
     def _who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> str:
-        """Asked in the store by every rank that gave up: those that wait at another step are found there, too."""
+        """Publish this rank's step in the store, and name the ranks that are missing or failed at another step."""
         store, own = distributed.default_store(), dist.get_rank()
         missing: list[int] = []
         elsewhere: list[str] = []
@@ -153,7 +153,7 @@ class Exchange:
 
 
 def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What has to be the same on all ranks. Memory order too: buckets keep it."""
+    """Return what must be equal on all ranks: dtype, shape, and memory order, which buckets keep."""
     order = () if tensor.is_contiguous() else ("strides", dense_strides(tensor))
     return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *order)
 

@@ -1,4 +1,4 @@
-"""torch's averager and the optimizers that call one: post-local SGD, and an outer optimizer over averaged changes."""
+"""An averager, and the optimizers that call one: post-local SGD, and an outer optimizer over averaged changes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ with warnings.catch_warnings():  # its module uses the TorchScript that torch it
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """Averages parameters in every `period`-th call of `average_parameters`, from call number `warmup_steps` on.
 
-    As torch's, of which it is a subclass, so that what takes torch's takes this one; but every parameter is averaged,
-    in place, by dtype (`docs/algorithms.md`).
+    APIs that take torch's averager accept this subclass. Unlike torch's, it averages every parameter, in place, by
+    dtype (`docs/algorithms.md`).
     """
 
     @cached_property
     def _exchange(self) -> Exchange:
-        # Not made with the averager: torch's constructor is left alone, so that its warnings name the user's line.
+        # Made on first use: torch's constructor is not overridden, so that its warnings name the user's line.
         schedule = {"averager": type(self).__name__, "period": self.period, "warmup_steps": self.warmup_steps}
         return Exchange(self.process_group, schedule)
 
     def average_parameters(self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Average if the step is due, and count it. Called after each optimizer step, on every rank.
+        """Average if the step is due, and count it. Every rank calls it after each optimizer step.
 
         Args:
-            params: parameters, or parameter groups of an optimizer. Each is averaged once, in place, whether it has a
-                gradient or not.
+            params: parameters or parameter groups. Each parameter is averaged once, in place, even without a gradient.
 
         Raises:
-            DesyncError: on every rank, others were given other parameters, or are at another step.
-            CommunicationError: a rank did not come within the group's time-out.
+            DesyncError: on every rank: ranks pass different parameters, or are at different steps.
+            CommunicationError: a rank has not called within the group's time-out.
             ConfigError: neither parameters nor groups, no parameters, or one that cannot be averaged.
         """
         is_due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
@@ -60,15 +59,15 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
 class PostLocalSGDOptimizer(TorchOptimizer):
     """Steps a local optimizer, then calls an averager: arXiv 1808.07217.
 
-    As torch's, and what torch's lacks: `step` takes a closure, and `param_groups` and `defaults` are those of the local
-    optimizer at any time, also after `load_state_dict`, so that schedulers of the learning rate go on working.
+    Adds to torch's: `step` takes a closure, and `param_groups` and `defaults` are always those of the local optimizer,
+    also after `load_state_dict`, so learning-rate schedulers keep working.
 
     `averager`: one of this package, or torch's.
     """
 
     _step_supports_amp_scaling = True
-    """torch's `GradScaler` then calls `step` also where gradients overflowed. It would leave the call out on that rank
-    alone, and with it the averaging: ranks would average after different steps (pytorch#76282)."""
+    """Makes torch's `GradScaler` call `step` even if gradients overflowed. Otherwise only that rank would skip the
+    averaging, and ranks would average after different steps (pytorch#76282)."""
 
     def __init__(self, optim: torch.optim.Optimizer, averager: averagers.ModelAverager) -> None:
         self.optim, self.averager = optim, averager
@@ -82,11 +81,11 @@ class PostLocalSGDOptimizer(TorchOptimizer):
         return self.optim.defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the local optimizer, and one call of the averager.
+        """Run one step of the local optimizer, and call the averager.
 
-        Under a `GradScaler`, the local step is left out where gradients are not finite; the averager is called.
+        Under a `GradScaler`, a rank whose gradients are not finite skips the local step, but calls the averager.
         """
-        # As `GradScaler.step` does for other optimizers; it sets these. No `grad_scale`: gradients are divided already.
+        # `GradScaler.step` sets both. Unscale as it does for other optimizers; no `grad_scale`: already unscaled.
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         loss = None
@@ -102,23 +101,23 @@ class PostLocalSGDOptimizer(TorchOptimizer):
 
 
 class OuterOptimizer(PostLocalSGDOptimizer):
-    """Steps a local optimizer; every `every` steps the ranks average how far they came, and an outer SGD goes there.
+    """A local optimizer, and an outer SGD over the average parameter change of the ranks every `every` steps.
 
-    DiLoCo, arXiv 2311.08105: with the parameters `outer` of the last time, the same on all ranks,
+    DiLoCo, arXiv 2311.08105. `outer` are the parameters after the last outer step, equal on all ranks:
 
         delta = mean over ranks of (outer - parameters)
         velocity = momentum * velocity + delta
         outer -= outer_lr * (delta + momentum * velocity if nesterov else velocity)
         parameters = outer
 
-    With `outer_lr=1` and `momentum=0` this is averaging of parameters.
+    With `outer_lr=1` and `momentum=0` this is parameter averaging.
 
     Args:
-        optim: the local optimizer. Its parameters are equal on all ranks: that is compared in the first step.
-        every: local steps from one averaging to the next, >= 1.
+        optim: the local optimizer. Its parameters must be equal on all ranks; the first step compares them.
+        every: local steps between averagings, >= 1.
         outer_lr: learning rate of the outer SGD.
-        momentum: its momentum, >= 0; 0: no memory for velocities is needed.
-        nesterov: look ahead by one velocity.
+        momentum: momentum of the outer SGD, >= 0; 0 needs no memory for velocities.
+        nesterov: use Nesterov momentum.
         process_group: of all ranks; `None`: the default group.
     """
 
@@ -138,15 +137,15 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         super().__init__(optim, self._outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks."""
+        """Return the local optimizer's state, which is this rank's own, with `step` and `outer`, equal on all ranks."""
         local: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
         return local | {"outer": {"parameters": self._outer.outer, "velocities": self._outer.velocities}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Without `outer` the parameters of now are where the outer optimizer stands.
+        """Load a `state_dict()`. Without `outer`, the outer optimizer starts from the current parameters.
 
         Raises:
-            ConfigError: `outer` is not of such parameters; nothing was loaded.
+            ConfigError: `outer` does not match the parameters; nothing was loaded.
         """
         outer, local = state_dict.get("outer"), {key: value for key, value in state_dict.items() if key != "outer"}
         if outer is not None:
@@ -155,13 +154,13 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         self._outer.load(parameters_in(self.param_groups), outer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to both optimizers, on every rank and between the same steps."""
+        """Add parameters to both optimizers. Every rank calls it, between the same steps."""
         super().add_param_group(param_group)  # type: ignore[no-untyped-call]
         self._outer.add(parameters_in(self.param_groups))
 
 
 class _OuterStep(averagers.ModelAverager):
-    """The outer SGD, as an averager. `outer` and `velocities` are in the order of the parameters."""
+    """The outer SGD as an averager. `outer` and `velocities` are in the order of the parameters."""
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor], **options: Any
@@ -179,14 +178,14 @@ class _OuterStep(averagers.ModelAverager):
         return Exchange(self.process_group, self._options)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Add those that are new, after the others: where they are now is where they start."""
+        """Append new parameters, whose current values become their `outer`."""
         added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
         self.outer += added
         self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []
-        self.__dict__.pop("_exchange", None)  # compared once more
+        self.__dict__.pop("_exchange", None)  # the next step compares ranks again
 
     def check(self, parameters: Sequence[torch.Tensor], state: dict[str, Any]) -> None:
-        """A `ConfigError` if a state is not of such parameters: another number of tensors, or one of another shape."""
+        """Raise a `ConfigError` if a state has another number of tensors, or a tensor of another shape."""
         for name, ours in (("parameters", parameters), ("velocities", parameters if self.momentum else ())):
             theirs = state[name]
             shapes = ([None if each is None else list(each.shape) for each in two] for two in zip_longest(ours, theirs))
@@ -207,7 +206,7 @@ class _OuterStep(averagers.ModelAverager):
         given = parameters_in(params)
         parameters = [parameter.detach() for parameter in given]
         if not self._exchange.has_met:
-            # What differs in the beginning would differ for ever: only changes are averaged.
+            # Only changes are averaged, so an initial difference between ranks would persist.
             start = [int(each) for each in fingerprints(self.outer)]
             self._exchange.meet(parameters, self.step, outer_parameters=start)
         if (self.step + 1) % self.every == 0:
