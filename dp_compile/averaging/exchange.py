@@ -122,7 +122,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:
-        """Turn a communication error inside into a `CommunicationError` that has `what` failed and the missing ranks."""
+        """Turn a communication error inside into a `CommunicationError` with `what` failed and the missing ranks."""
         try:
             yield
         except RuntimeError as error:

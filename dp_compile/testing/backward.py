@@ -36,21 +36,21 @@ HOW_TO_ACCEPT: Final = "pytest --dp-compile-accept (or DP_COMPILE_ACCEPT=1)"
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """With momentum. Its update is linear in the gradient, so that a wrong gradient is seen in the parameter."""
+    """Return SGD with momentum. Its update is linear in the gradient, so a wrong gradient shows in the parameter."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training that tests look at. It is pickled, so its functions have to be defined at the top of a module.
+    """A training to test. It is pickled, so its functions must be defined at the top level of a module.
 
     Args:
         make_model: called after torch's seed is set to `seed`.
-        make_batch: the batch of a rank and a step, by position: values should differ by both, shapes need not.
+        make_batch: `make_batch(rank, step)`, called by position. Values should differ by both, shapes need not.
         loss_fn: `loss_fn(model, batch)` is the scalar loss.
-        make_optimizer: of the parameters; without it SGD with a learning rate of 0.1 and momentum 0.9.
-        config: of `replicate`, as is the following one. `backend` is not read: checks choose it.
-        bucket_policy: which modules share buckets.
+        make_optimizer: called with the parameters. Default: SGD with a learning rate of 0.1 and momentum 0.9.
+        config: argument of `replicate`. Its `backend` is ignored: the checks choose it.
+        bucket_policy: argument of `replicate`: which modules share buckets.
     """
 
     make_model: Callable[[], nn.Module]
@@ -81,10 +81,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`collectives` of the backward, those of the model included; `reduced_nbytes` that ours are given.
+    """Counts of a captured backward: `collectives`, the model's own included, and `reduced_nbytes`, the input of ours.
 
-    In all steps `graphs` were compiled, for forward and backward, and `captures` of the backward were traced; of both
-    together `recompiles` in identical later steps.
+    Over all steps: `graphs` compiled for forward and backward, `captures` (traces) of the backward, and `recompiles`,
+    which are both of these in identical later steps.
     """
 
     collectives: int
@@ -119,7 +119,7 @@ def assert_graph(seen: SeenBackward, expected: str | os.PathLike[str]) -> None:
 
 
 def assert_counts(seen: SeenBackward, **expected: int) -> None:
-    """Compare counts, by their names in `Counts`; what differs is shown with what it is made of."""
+    """Compare counts, by their names in `Counts`. The error lists the items of each count that differs."""
     found = asdict(seen.counts)
     require(bool(expected) and expected.keys() <= found.keys(), "counts", f"some of {', '.join(found)}", [*expected])
     launched = [line for line in seen.graph_text.splitlines() if line.startswith((">>", "   bucket"))]
@@ -141,7 +141,7 @@ def assert_counts(seen: SeenBackward, **expected: int) -> None:
 
 
 def _assert_text(found: str, expected: str | os.PathLike[str], what: str) -> None:
-    """Compare a text (`what`: plan) with a golden one or its file, or write the file if `DP_COMPILE_ACCEPT` is set."""
+    """Compare a text with a golden string or file, or write the file if `DP_COMPILE_ACCEPT` is set."""
     where, remedy, golden = "in the test", "", expected
     if not isinstance(golden, str):
         path = Path(golden)
@@ -170,10 +170,10 @@ def backward_of(training: Training, *, link: str, ranks: int, on: str = "cpu") -
     caches in this process are dropped before and after.
 
     Args:
-        training: what is trained, and how it is replicated.
-        link: a name of `plan.cost.LINKS`. The plan is made for it unless `training.config` has a cost.
-        ranks: of the group, at least 2.
-        on: `cpu`, or `meta` for models that are too large to be computed here: nothing is computed or allocated.
+        training: the model and the options of its replication.
+        link: a name in `plan.cost.LINKS`. The plan is made for it unless `training.config` has a cost.
+        ranks: size of the group, at least 2.
+        on: `cpu`, or `meta` for models that are too large for this machine: nothing is computed or allocated.
 
     Raises:
         ConfigError, UnsupportedModuleError: a value is not allowed, a process group is up, or no backward was captured.
@@ -184,14 +184,14 @@ def backward_of(training: Training, *, link: str, ranks: int, on: str = "cpu") -
     # On the meta device the flags of unused parameters have no values to read.
     checks = training.config.check_reductions and on == "cpu"
     config = replace(training.config, backend="aot_eager", check_reductions=checks)
-    cost = link_of(link).cost(ranks, hops=ring_or_tree)  # also where it is not read: a wrong name is an error
+    cost = link_of(link).cost(ranks, hops=ring_or_tree)  # even if unused: raises for a wrong name
     strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None)
     if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)
-    graphs: list[tuple[str, int, int]] = []  # of each the text after the last pass, its collectives, and their bytes
+    graphs: list[tuple[str, int, int]] = []  # per graph: text after the last pass, collectives, and their bytes
 
     def record(name: str, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
-        if name == CAPTURED:  # as Dynamo leaves it, without values
+        if name == CAPTURED:  # from Dynamo, without `meta["val"]`
             graphs.append(("", 0, 0))
         elif name != TO_INDUCTOR:
             launches = list(filter(is_collective, graph.nodes))
@@ -247,7 +247,7 @@ def _seen(
 
 
 def plan_text(plan: BucketPlan) -> str:
-    """A line for each bucket: its size, dtype and gradients, not the reasons. Equal plans have equal texts."""
+    """Return a line for each bucket: its size, dtype and gradients, not the reasons. Equal plans have equal texts."""
     gradients = [gradient for gradient in plan.gradients if gradient.name != UNUSED_FLAGS]
     lines = [f"{count(len(plan.buckets), 'bucket')}, {count(len(gradients), 'gradient')}, {plan.nbytes:,} bytes"]
     for number, bucket in enumerate(plan.buckets):

@@ -1,4 +1,4 @@
-"""A pytest plugin. It is no entry point of the distribution, because pytest would then import torch in every run."""
+"""A pytest plugin, not an entry point of the distribution, because pytest would then import torch in every run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--dp-compile-accept") and not os.environ.get(ACCEPT_VARIABLE):
-        os.environ[ACCEPT_VARIABLE] = "1"  # seen by processes that pytest-xdist starts, too
+        os.environ[ACCEPT_VARIABLE] = "1"  # also for processes that pytest-xdist starts
         config.add_cleanup(partial(os.environ.__delitem__, ACCEPT_VARIABLE))
 
 

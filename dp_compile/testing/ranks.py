@@ -1,4 +1,4 @@
-"""Processes for tests: a pool of gloo ranks. After a rank raised, died or hung, the next call starts a new pool."""
+"""A pool of gloo processes for tests. After a rank raised, died or hung, the next call starts new processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AFTER_FIRST_ERROR_S: Final = 15.0
 
 
 def in_gloo_group(rank: int, world_size: int, directory: str) -> None:
-    """How a rank of a test begins: in one gloo group, with what makes compiling many small models cheap."""
+    """Join all ranks of a test to one gloo group, and make compiling many small models cheap."""
     from dp_compile._torch import dynamo  # loads Dynamo: only in the ranks
 
     dynamo.measure_no_guards()  # a seventh of the time of compiling a small model
@@ -54,9 +54,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         method: as in `multiprocessing`. `forkserver` copies a process with torch: a pool for every test is then cheap.
         begin: `begin(rank, world_size, directory)` is called on each rank before anything else. The file `rankN.log`
             of the directory is shown when the rank dies or hangs.
-        environment: of processes that are spawned, in addition to this one's.
-        ends_groups: whether process groups that a call makes are destroyed after it: each of gloo has a thread that
-            polls a hundred times a second.
+        environment: variables of spawned processes, in addition to this one's.
+        ends_groups: destroy the process groups of each call after it: a thread of each gloo group polls at 100 Hz.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank within `timeout_s`, and return the results by rank. All are pickled.
+        """Call `function(*args)` on every rank within `timeout_s` seconds. Returns the results by rank. Uses pickle.
 
         Raises:
             RankError: it raised, hung or died on some rank; the pool is stopped.
@@ -86,7 +85,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         raise RankError(self._describe_and_stop(results))
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[tuple[bool, Any]]:
-        """As `run`, but by rank whether it returned, and its result, traceback or death."""
+        """Like `run`, but return for each rank whether it succeeded, and its result or error text."""
         results = self._call(function, args, timeout_s)
         return [results[rank] for rank in range(self.world_size)]
 
@@ -99,7 +98,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 if not all(ok for ok, _ in begun.values()):
                     return begun
             return self._exchange([(function, args)] * self.world_size, timeout_s)
-        except BaseException:  # a test's time-out, Ctrl-C, what cannot be pickled
+        except BaseException:  # a test's time-out, Ctrl-C, an argument that cannot be pickled
             self.stop()  # else a late answer of the ranks would be taken for the answer to the next call
             raise
 
@@ -107,7 +106,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         results: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         for connection, call in zip(self._connections, calls, strict=True):
-            with contextlib.suppress(BrokenPipeError):  # it has died, and is found to be so
+            with contextlib.suppress(BrokenPipeError):  # the process died, which `recv()` reports
                 connection.send(call)
         deadline = time.monotonic() + timeout_s
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -127,10 +126,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def _start(self) -> str:
         context: Any = multiprocessing.get_context(self.method)
         self._directory = tempfile.TemporaryDirectory(prefix="dp_compile_ranks_")
-        variables = {"OMP_NUM_THREADS": "1", **self._environment}  # torch reads it when the process imports it
+        variables = {"OMP_NUM_THREADS": "1", **self._environment}  # torch reads it on import
         with mock.patch.dict(os.environ, variables), contextlib.ExitStack() as exits:
             if threading.current_thread() is threading.main_thread():
-                # What starts now ignores Ctrl-C, and is ended by its parent, not by tracebacks of imports.
+                # Processes ignore Ctrl-C while they import, without a traceback: the parent stops them.
                 exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
@@ -138,17 +137,17 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 self._processes.append(context.Process(target=_serve, args=arguments, daemon=True))
                 self._processes[-1].start()
                 self._connections.append(ours)
-                theirs.close()  # the end of the process is then the end of the pipe
+                theirs.close()  # so that the pipe closes when the process ends
         return self._directory.name
 
     def _describe_and_stop(self, results: dict[int, tuple[bool, Any]]) -> str:
-        """A line for each rank, then all that is known. The first one to fail is usually the cause."""
+        """Stop the pool. Return a line per rank, then all details. The first rank to fail is usually the cause."""
         assert self._directory is not None
         lines, details = [], []
         for rank in [*results, *(rank for rank in range(self.world_size) if rank not in results)]:
             process, log = self._processes[rank], Path(self._directory.name, f"rank{rank}.log")
             process.join(0.1)
-            if process.is_alive() and rank not in results and log.exists():  # without the file it has no handler yet
+            if process.is_alive() and rank not in results and log.exists():  # no file: no signal handler yet
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.3)
             known = log.read_text(errors="replace") if log.exists() else ""
@@ -167,7 +166,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return "\n".join(["in the order in which they ended:", *lines, *details])
 
     def stop(self) -> None:
-        """Kill the processes and what they started. A later call starts new ones."""
+        """Kill the processes and their children. A later call starts new ones."""
         processes, connections, directory = self._processes, self._connections, self._directory
         self._processes, self._connections, self._directory = [], [], None  # also if what follows is interrupted
         with contextlib.ExitStack() as exits:
@@ -177,7 +176,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 exits.callback(connection.close)
             for process in processes:
                 if process.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):  # it has not come to lead a group yet
+                    with contextlib.suppress(ProcessLookupError):  # it has not called setsid() yet
                         os.killpg(process.pid, signal.SIGKILL)
                     process.kill()
             for process in processes:
@@ -190,15 +189,15 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
 
 def _serve(rank: int, directory: str, connection: Connection, ends_groups: bool) -> None:
-    os.setsid()  # what it starts ends with it, and Ctrl-C reaches the parent alone
+    os.setsid()  # its children can be killed with it, and Ctrl-C reaches only the parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: a parent that was killed cannot end it
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: a parent that was killed cannot stop this process
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # The default, in which semaphores have no name: a named one, as tqdm makes, stays in /dev/shm when this is killed.
+    # The default start method has unnamed semaphores. A named one, as of tqdm, stays in /dev/shm after a kill.
     multiprocessing.set_start_method(None, force=True)
     log = open(Path(directory, f"rank{rank}.log"), "a")
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-    faulthandler.enable(log, all_threads=True)  # the stack of a rank that native code kills
+    faulthandler.enable(log, all_threads=True)  # the stack of a rank that crashes in native code
     torch.set_num_threads(1)
     while True:
         try:
@@ -206,7 +205,7 @@ def _serve(rank: int, directory: str, connection: Connection, ends_groups: bool)
         except EOFError:
             return
         try:
-            function, args = pickle.loads(call)  # fails where the function's module cannot be imported
+            function, args = pickle.loads(call)  # fails if the function's module cannot be imported
             result = function(*args)
             if ends_groups:
                 distributed.end_other_groups()

@@ -1,4 +1,4 @@
-"""A training with dp_compile compared with the same one under torch's DistributedDataParallel, on gloo processes."""
+"""Comparison of a training with dp_compile and with torch's DistributedDataParallel, on gloo processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dp_compile.testing.ranks import Ranks
 
 RTOL: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-10, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 RTOL_FLOAT32: Final = 1e-4
-"""What rounding in another order may make of the largest element over a few steps; a missing reduction is wrong by 1.
-Measured with Inductor (two blocks of width 32, 4 steps): 6e-7 for float32, 0.033 for bfloat16; with `aot_eager` 0."""
+"""Rounding allowed over a few steps, relative to the largest element; a missing reduction is off by 1. Measured with
+Inductor (two blocks of width 32, 4 steps): 6e-7 for float32, 0.033 for bfloat16; with `aot_eager` 0."""
 
 
 class _Difference(NamedTuple):
-    """How far one tensor is from that of torch's DDP, over its largest element. The earliest sorts first."""
+    """Difference of one tensor from torch's DDP, relative to its largest element. Sorts by step."""
 
     step: int
     what: str
@@ -55,21 +55,20 @@ def assert_same_training(
     before each step; `inductor` draws other random numbers than eager code: use `aot_eager` for models with dropout.
 
     Args:
-        training: what is trained. Pickled: its functions are found by module and name.
-        ranks: how many processes to start, at least 2; or a running pool, which keeps running.
-        steps: backwards, each with a step of the optimizer.
-        backend: what compiles the forward and the backward; `None`: nothing is compiled.
-        rtol: allowed over the largest element of torch's tensor; `None`: 1e-4 for float32, 0.1 for bfloat16.
-        atol: allowed in addition.
-        timeout_s: for all of it.
+        training: is pickled: its functions are found by module and name.
+        ranks: number of processes to start, at least 2; or a running pool, which keeps running.
+        steps: number of backwards, each with a step of the optimizer.
+        backend: compiler of the forward and the backward; `None`: nothing is compiled.
+        rtol: allowed relative to the largest element of torch's tensor; `None`: 1e-4 for float32, 0.1 for bfloat16.
+        atol: allowed in addition to `rtol`.
+        timeout_s: for the whole comparison.
 
     Returns:
         The largest difference of an element over the largest element of its tensor.
 
     Raises:
-        AssertionError: something differs, or nothing was captured although it is compiled; as `RankError` a rank
-            raised, hung or died.
-        ConfigError: a value is not allowed, or something cannot be sent to a process.
+        AssertionError: a tensor differs, or no compiled backward was captured; `RankError`: a rank failed or hung.
+        ConfigError: a value is not allowed, or a field of `training` cannot be pickled.
     """
     require_integer("ranks", ranks.world_size if isinstance(ranks, Ranks) else ranks, 2)
     require_integer("steps", steps, 1)
@@ -103,10 +102,10 @@ def assert_same_training(
 def _train_both(
     training: Training, steps: int, backend: str | None, rtol: float | None, atol: float
 ) -> tuple[list[_Difference], str]:
-    """_Differences on this rank, those too large or else the largest; and how our backwards ran."""
+    """Return the differences on this rank, those too large or else the largest, and how our backwards ran."""
     torch.compiler.reset()
     model, config = training.model(), training.config
-    # torch 2.13 warns if `broadcast_buffers` is given, and has no other name for leaving them alone at the start.
+    # torch 2.13 warns if `broadcast_buffers` is given, but has no other option to skip the broadcast at the start.
     buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
     ddp = DistributedDataParallel(model, find_unused_parameters=config.may_be_unused, **buffers)
     theirs = _train(training, steps, model, ddp)
@@ -116,7 +115,7 @@ def _train_both(
     ours = _train(training, steps, model, model if backend is None else torch.compile(model, backend=backend))
     seen = report(model)
     unreplicate(model)
-    torch.compiler.reset()  # where it fails, the process ends
+    torch.compiler.reset()  # after an error the process ends
     found = list(_differences(ours, theirs, rtol, atol))
     wrong = [each for each in found if each.is_too_large] or [max(found, key=lambda each: each.relative)]
     return wrong, f"{', '.join(seen.backwards)}, reduced by {seen.mode}"
@@ -126,7 +125,7 @@ _History = list[tuple[str, int, dict[str, torch.Tensor]]]
 
 
 def _train(training: Training, steps: int, model: nn.Module, called: Callable[..., Any]) -> _History:
-    """Copies of gradients by parameter after each step, and of parameters after the last one."""
+    """Return copies of gradients by parameter after each step, and of parameters after the last one."""
 
     def copies(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         return {fully_qualified(name): each.detach().clone() for name, each in tensors if each is not None}
@@ -155,5 +154,5 @@ def _differences(ours: _History, theirs: _History, rtol: float | None, atol: flo
             share = RTOL.get(other.dtype, RTOL_FLOAT32) if rtol is None else rtol
             allowed = share + (atol / largest if largest else 0.0)
             text = f"{relative:.3g} of the largest element {largest:.3g}, allowed is {allowed:.3g}"
-            is_too_large = not relative <= allowed  # NaN is
+            is_too_large = not relative <= allowed  # true for NaN
             yield _Difference(step, what, relative, is_too_large, f"{where}: off by {off:.3g}, {text}")
