@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from dp_compile.insight.step import Step
 
 SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-Add = Callable[..., Any]
-"""Adds a subcommand by its name, and returns its parser. `epilog` teaches by example."""
+Add = Callable[..., Any]  # adds a subcommand by its name, and returns its parser
 _FORMAT: Final[dict[str, Any]] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 
 
@@ -42,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DPCompileError as error:
         print(f"dp-compile: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # who reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it flushes at its end
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit reports it
         return 0
     except KeyboardInterrupt:
         print("\ndp-compile: interrupted", file=sys.stderr, flush=True)
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, not under a page of usage."""
+    """Parser that reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"dp-compile: error: {message}. See {self.prog} --help.\n")
@@ -111,7 +110,7 @@ def _add_step(parser: Any) -> None:
 
 
 def _read_step(args: argparse.Namespace) -> Step:
-    """The step of a file, with the measured times of a trace if one is given."""
+    """Read the step of a file, with the measured times of a trace if one is given."""
     from dp_compile.insight.profile import measured_step
     from dp_compile.insight.step import Step
 
@@ -278,7 +277,7 @@ def _bench_run(args: argparse.Namespace) -> int:
 
     suite = suites.load(args.suite)
     path = Path(args.out or f"bench-{suite.name}.json")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks stop, networks are removed
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it stops ranks and removes networks
     try:
         found = runner.run(suite, path)
     finally:

@@ -1,4 +1,4 @@
-"""Frameworks that wrap and compile models themselves. One file for each; nothing is imported before it is asked for.
+"""Integrations of frameworks that wrap and compile models themselves: one module each, imported on first use.
 
-`strategies.py` is what the twins `lightning` and `pytorch_lightning` have in common, `common.py` what all have.
+`strategies.py` is shared by `lightning` and `pytorch_lightning`, `common.py` by all.
 """

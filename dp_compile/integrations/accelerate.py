@@ -1,7 +1,7 @@
-"""accelerate: `from dp_compile.integrations.accelerate import Accelerator`, and everything else as before.
+"""accelerate: `from dp_compile.integrations.accelerate import Accelerator`, with all other code unchanged.
 
-accelerate wraps a model with torch's DDP in the middle of `prepare_model` and compiles what came out of it at its end.
-Here its own method does all but these two: it prepares the model as for evaluation, with the compiler off.
+accelerate's `prepare_model` wraps a model with torch's DDP, and compiles the result. Here its own method does all but
+these two: it prepares the model as for evaluation, with the compiler off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
-from accelerate import Accelerator as AcceleratesOwn  # users may put ours under its public name
+from accelerate import Accelerator as AcceleratesOwn  # users may replace accelerate's public name by ours
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module
 from accelerate.utils.other import has_repeated_blocks, is_repeated_blocks
 from torch import nn
@@ -30,25 +30,24 @@ _WHOLE: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.
 _OTHERS: Final = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 _SPLITS: Final = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 _PREPARED: Final = "_is_accelerate_prepared"
-_PLAIN_FORWARD: Final = "_original_forward"
-"""Where accelerate keeps the forward that it wrapped in autocast."""
+_PLAIN_FORWARD: Final = "_original_forward"  # accelerate's name of the forward that it wrapped in autocast
 
 
 class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     """accelerate's `Accelerator`, whose `prepare` wraps models with `dp_compile.DistributedDataParallel`.
 
-    Takes what accelerate's takes. `DistributedDataParallelKwargs` means what it means there. With a `dynamo_plugin` or
-    `dynamo_backend` the prepared model is compiled, and its backward with its reductions becomes one graph; regional
-    compilation compiles the blocks where they are.
+    Takes the arguments of accelerate's; `DistributedDataParallelKwargs` keeps its meaning. With a `dynamo_plugin` or
+    `dynamo_backend` the prepared model is compiled, and its backward and reductions become one graph. Regional
+    compilation compiles the blocks in place.
 
-    `trigger_sync_in_backward` and `join_uneven_inputs` also find the wrapper in a compiled model, and `unwrap_model`
-    leaves it there.
+    In a compiled model, `trigger_sync_in_backward` and `join_uneven_inputs` find the wrapper, and `unwrap_model`
+    keeps it.
 
     Args:
-        replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` wins over its fields.
+        replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` overrides its fields.
 
     Raises:
-        ConfigError: models are to be sharded, or split otherwise.
+        ConfigError: accelerate is set to shard models, or to split them otherwise.
     """
 
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
@@ -57,7 +56,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
     def _set_up(self, replicate_config: ReplicateConfig | None) -> None:
         self.replicate_config = options(replicate_config, self.state.dynamo_plugin.backend.value.lower())
-        # Not only the type: on CPUs accelerate goes on without shards, even if they were asked for.
+        # The type is not enough: on CPUs, accelerate ignores a request for sharding.
         asked = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
         kind = self.distributed_type
         asked += [] if kind in _WHOLE else [f"distributed_type {kind.value}"]
@@ -73,9 +72,9 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
     @classmethod
     def take_over(cls, accelerator: AcceleratesOwn, replicate_config: ReplicateConfig | None = None) -> AcceleratesOwn:
-        """Let an `Accelerator` of accelerate's own, which has prepared no model yet, become one of these.
+        """Convert accelerate's own `Accelerator`, which has prepared no model yet, to this class.
 
-        Raises a ConfigError where the class does, and for an object of another class.
+        Raises a ConfigError like the constructor, and for an object of another class.
         """
         if type(accelerator) is not AcceleratesOwn:
             kind = type(accelerator)
@@ -90,14 +89,14 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's; in training with `dp_compile.DistributedDataParallel`, and compiled afterwards."""
+        """As accelerate's, but for training wrap with `dp_compile.DistributedDataParallel`, then compile."""
         is_again = isinstance(unwrap(model), DistributedDataParallel) and getattr(model, _PREPARED, False)
         if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
             return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
         refuse_managed(model, "Accelerator.prepare()")
         inner = unwrap(model)
-        if _PLAIN_FORWARD in vars(inner) and _PREPARED not in vars(inner):  # prepared once, by a wrapper that is gone
-            # unwrap_model(keep_fp32_wrapper=False) would take off what the model's author decorated it with, too.
+        if _PLAIN_FORWARD in vars(inner) and _PREPARED not in vars(inner):  # prepared earlier, in a discarded wrapper
+            # unwrap_model(keep_fp32_wrapper=False) would also remove decorators of the model's author.
             inner.forward = vars(inner).pop(_PLAIN_FORWARD)
         plugin = self.state.dynamo_plugin
         before, plugin.backend = plugin.backend, DynamoBackend.NO
@@ -105,7 +104,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
             prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
             plugin.backend = before
-        # The mark is the wrapper's: the model alone, given again, is not what was prepared.
+        # Only the wrapper is marked as prepared: the bare model, passed again, must be prepared again.
         vars(unwrap(prepared)).pop(_PREPARED, None)
         ready = self._wrap(prepared) if any(each.requires_grad for each in prepared.parameters()) else prepared
         if plugin.backend != DynamoBackend.NO and not is_compiled_module(prepared):
@@ -118,14 +117,14 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """As accelerate's, which does nothing for a compiled model: here that one is reduced too."""
+        """As accelerate's, which does nothing for a compiled model. This one also reduces such a model."""
         found = AcceleratesOwn.trigger_sync_in_backward(unwrap(model))
         return cast(contextlib.AbstractContextManager[None], found)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """As accelerate's, which takes the wrapper out of the compiled model that it was given: that one stays here."""
+        """As accelerate's, which also removes the wrapper inside the compiled model passed to it. This one does not."""
         wrapper = unwrap(model)
         if not keep_torch_compile or wrapper is model or not isinstance(wrapper, DistributedDataParallel):
             return cast(nn.Module, super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile))
@@ -135,7 +134,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """As accelerate's; compiled models are fine."""
+        """As accelerate's, also for compiled models."""
         found = super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches)
         return cast(contextlib.AbstractContextManager[None], found)
 
@@ -150,7 +149,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
 
 def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
-    """What accelerate's `compile_regions` compiles, in place: that one copies every module on the way to a block."""
+    """Compile in place what accelerate's `compile_regions` compiles, which copies every module above a block."""
     if is_repeated_blocks(module):
         for block in module.children():
             compile_in_place(block, **options)

@@ -1,4 +1,4 @@
-"""What every integration does: it refuses versions and models, chooses options, cleans up."""
+"""Shared by all integrations: checks of versions and models, choice of options, cleanup."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TESTED: Final = {
     "pytorch_lightning": ((2, 6), (2, 7)),
     "torchtitan": ((0, 3), (0, 4)),
 }
-"""From which release on, and below which one; the extras `test-integrations` and `test-torchtitan` say the same."""
+"""First release, and first one not supported; the same as in the extras `test-integrations` and `test-torchtitan`."""
 
 
 def refuse_other_versions(package: str) -> None:
-    """Refuse releases that were not tried: what integrations override there is no promise of its authors."""
+    """Raise for untested releases, because integrations override methods that are not public API."""
     installed, (first, end) = version(package), TESTED[package]
-    # The release: `1.15.0rc1+cpu` is (1, 15), the last number may have letters.
+    # `1.15.0rc1+cpu` is (1, 15): the last number may have letters.
     release = tuple(int(part) for part in installed.split("+")[0].split(".")[:2] if part.isdigit())
     if not first <= release < end:
         span = f"{package}>={'.'.join(map(str, first))},<{'.'.join(map(str, end))}"
@@ -39,13 +39,13 @@ def refuse_other_versions(package: str) -> None:
 
 
 def options(given: ReplicateConfig | None, backend: str | None = None) -> ReplicateConfig:
-    """The options that the user gave; without any, the backend of the forward compiles the backward as well."""
+    """Return the user's options; by default, the backend of the forward also compiles the backward."""
     require(isinstance(given, ReplicateConfig | None), "replicate_config", "a ReplicateConfig", type(given))
     return given or (ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig())
 
 
 def refuse_managed(module: nn.Module, by: str) -> None:
-    """Refuse a model that is reduced already, naming what is about to wrap it."""
+    """Raise if a model is wrapped or replicated already. `by`: the caller that would wrap it again."""
     inner = unwrap(module)
     if isinstance(inner, DistributedDataParallel | TorchDDP):
         owner = "dp_compile.DistributedDataParallel" if isinstance(inner, DistributedDataParallel) else "torch's DDP"
@@ -61,6 +61,6 @@ def refuse_managed(module: nn.Module, by: str) -> None:
 
 
 def take_off(wrapper: nn.Module | None) -> None:
-    """Take everything of this package off the model in a wrapper, if it is one of this package."""
+    """Unreplicate the model in a wrapper, if it is a wrapper of this package."""
     if isinstance(wrapper, DistributedDataParallel) and is_replicated(wrapper):
         unreplicate(wrapper)

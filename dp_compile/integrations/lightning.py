@@ -1,4 +1,4 @@
-"""For `lightning`: once this is imported, its `Trainer` and its `Fabric` know `strategy="dp_compile"`."""
+"""For `lightning`: an import registers `strategy="dp_compile"` with its `Trainer` and its `Fabric`."""
 
 from __future__ import annotations
 

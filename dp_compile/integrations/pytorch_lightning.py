@@ -1,4 +1,4 @@
-"""For `pytorch_lightning`: once this is imported, its `Trainer` and its `Fabric` know `strategy="dp_compile"`."""
+"""For `pytorch_lightning`: an import registers `strategy="dp_compile"` with its `Trainer` and its `Fabric`."""
 
 from __future__ import annotations
 

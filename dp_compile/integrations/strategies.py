@@ -1,6 +1,6 @@
-"""What Lightning's strategies are here, whichever of its two packages they come from.
+"""Mixins for the strategies of both packages of Lightning.
 
-`lightning` and `pytorch_lightning` are copies of one another with classes of their own, so these stand before theirs.
+`lightning` and `pytorch_lightning` are copies of one another with separate classes, so each gets a derived class.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.integrations.common import options, refuse_managed, refuse_other_versions, take_off
 from dp_compile.replication.ddp import DistributedDataParallel
 
-NAME = "dp_compile"
-"""What `strategy=` is given."""
+NAME = "dp_compile"  # the value of `strategy=`
 
 
 class _Wrapping:
@@ -35,11 +34,11 @@ class _Wrapping:
 class TrainerStrategy(_Wrapping):
     """Lightning's `DDPStrategy` for its `Trainer`, with `dp_compile.DistributedDataParallel` in it.
 
-    Takes what `DDPStrategy` takes. Comm hooks are registered on CPUs too, where Lightning leaves them out without a
-    word. Pass the compiled module, `trainer.fit(torch.compile(module))`, or compile parts of it in the module itself.
+    Takes the arguments of `DDPStrategy`. Comm hooks are registered on CPUs too, where Lightning silently ignores them.
+    Pass the compiled module, `trainer.fit(torch.compile(module))`, or compile parts of it in the module itself.
 
     Args:
-        replicate_config: options of `dp_compile.replicate`; the options of torch's DDP among `kwargs` win.
+        replicate_config: options of `dp_compile.replicate`; options of torch's DDP in `kwargs` override them.
 
     Raises:
         ConfigError: an option is not supported.
@@ -54,7 +53,7 @@ class TrainerStrategy(_Wrapping):
             this.model.register_comm_hook(this._ddp_comm_state, hook if around is None else around(hook))
 
     def teardown(self) -> None:
-        """As Lightning's; nothing of this package stays on the module."""
+        """As Lightning's, and unreplicate the module."""
         wrapper = getattr(self, "model", None)
         super().teardown()  # type: ignore[misc]
         take_off(wrapper)
@@ -67,8 +66,8 @@ class FabricStrategy(_Wrapping):
 
 
 def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:
-    """Classes of both kinds, registered with the package: no entry point fills the registries where it looks.
-    `trainer`, `fabric`: the modules in which one of Lightning's two packages has its `Trainer` and its `Fabric`."""
+    """Create and register both strategies, because no entry point can fill these registries. `trainer`, `fabric`: the
+    modules in which one of Lightning's two packages has its `Trainer` and its `Fabric`."""
     package = trainer.partition(".")[0]
     refuse_other_versions(package)
     home = {"__module__": f"dp_compile.integrations.{package}"}

@@ -1,8 +1,8 @@
-"""torchtitan: `parallelize` as the `parallelize_fn` of a model spec, and everything else as before.
+"""torchtitan: `parallelize` as the `parallelize_fn` of a model spec, with all other code unchanged.
 
-torchtitan 0.3 has no way to keep whole parameters on each rank: its data parallelism is FSDP, with a shard
-degree of one if need be. Its trainer calls the function of the spec with a model on the meta device, gives the model
-values afterwards, and divides the loss by the tokens of all ranks: gradients are added up here, and not divided.
+torchtitan 0.3 cannot keep whole parameters on each rank: its data parallelism is FSDP, possibly with a shard degree
+of one. Its trainer calls this function with a model on the meta device, and initialises the model afterwards. It
+divides the loss by the tokens of all ranks, so gradients are summed here, not divided.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPLITS: Final = {
     "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
 }
-"""What of torchtitan's `ParallelDims` has to be one here, and its option."""
+"""Degrees of torchtitan's `ParallelDims` that must be one here, and their options."""
 
 
 def parallelize(
@@ -55,19 +55,18 @@ def parallelize(
 ) -> ModelT:
     """Replicate a decoder model of torchtitan over `dp_replicate`: `dataclasses.replace(spec, parallelize_fn=this)`.
 
-    Activation checkpointing and compilation of each transformer block are torchtitan's own and as in its
-    `parallelize_llama`; mixed precision means what it means there. The first forward starts the replication: then
-    the model has its values.
+    Activation checkpointing, compilation of each transformer block and mixed precision are as in torchtitan's
+    `parallelize_llama`. Replication starts in the first forward, when the model has values.
 
     Args:
-        model: what the trainer has built, on the meta device or with values. It is changed.
-        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: as torchtitan passes them;
-            `inductor` and `aot_eager` compile the backward too, any other backend leaves it to Inductor.
-        replicate_config: options of `dp_compile.replicate`, by `functools.partial`. The job's dtypes win.
+        model: the trainer's model, on the meta device or with values. It is modified.
+        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: as torchtitan passes them.
+            `inductor` and `aot_eager` also compile the backward; with any other backend Inductor compiles it.
+        replicate_config: options of `dp_compile.replicate`, by `functools.partial`. The job's dtypes override them.
 
     Raises:
-        ConfigError: the job asks for what is not done here: shards, other parallelism, quantization, offloading, CUDA
-            graphs; or for what would have no effect.
+        ConfigError: the job uses shards, other parallelism, quantization, offloading or CUDA graphs, or an option that
+            would have no effect.
         UnsupportedModuleError: the model is no decoder, has experts, or is replicated already.
         DesyncError: in the first forward, ranks have different models.
     """
@@ -82,21 +81,21 @@ def parallelize(
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     group = {"device_mesh": parallel_dims.get_mesh("dp_replicate")} if parallel_dims.dp_replicate > 1 else {}
     compute = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    policy = MixedPrecisionPolicy(  # as torchtitan's FSDP has it; what is as the parameters are is not cast
+    policy = MixedPrecisionPolicy(  # as in torchtitan's FSDP; no cast to the dtype of the parameters
         param_dtype=None if compute == TORCH_DTYPE_MAP[training.dtype] else compute,
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
     replicate(model, mp_policy=policy, config=dataclasses.replace(given, gradient_divide_factor=1.0), **group)
-    # How often torchtitan's trainer runs the model in a step, as it says itself.
+    # Forwards per step, as torchtitan's trainer computes them.
     micro_steps = training.global_batch_size // (training.local_batch_size * parallel_dims.dp_replicate)
     model.register_forward_pre_hook(_Steps(max(1, int(micro_steps)) if training.global_batch_size >= 0 else 1))
     return model
 
 
 class _Steps(Installed):
-    """A pre-hook of the forward, after the one that starts the replication. Of the micro steps of a step the last one
-    reduces. Reducing each would add up what is reduced already: gradients are not divided."""
+    """Forward pre-hook, after the one that starts the replication. Only the last micro step of a step reduces: a
+    reduction of each would sum reduced gradients again."""
 
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps, self._done = micro_steps, 0
@@ -106,13 +105,13 @@ class _Steps(Installed):
         if not torch.is_grad_enabled():
             return
         if self._done == 0 and getattr(module, "_skip_lm_head", False):
-            raise ConfigError(  # here, as the loss is none of what a `parallelize_fn` is given
+            raise ConfigError(  # raised here, because a `parallelize_fn` does not get the loss
                 "the job's loss is a ChunkedLossWrapper, which runs a separate backward of lm_head for each chunk; "
                 "dp_compile reduces the gradients of one whole backward. Use the wrapped loss: "
                 "config.loss = config.loss.loss_fn."
             )
         if self._done % self._micro_steps == 0:
-            # On a GPU torchtitan leaves no gradients where a step begins, and nothing waits for this.
+            # On a GPU, torchtitan begins a step without gradients, so this does not wait for the GPU.
             kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
             if kept is not None and bool(kept.any()):
                 raise UnsupportedModuleError(
@@ -127,7 +126,7 @@ class _Steps(Installed):
 
 
 def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
-    """Options of shards, which have no effect on whole parameters, and what does not run with them."""
+    """Raise for options of shards, which have no effect on whole parameters, and for unsupported options."""
     asked = {_SPLITS[name]: degree for name in _SPLITS if (degree := getattr(parallel_dims, name)) > 1}
     if asked:
         raise ConfigError(
@@ -146,7 +145,7 @@ def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_con
     backend = parallelism.spmd_backend
     allowed = "'spmd_types' or 'partial_dtensor': parameters are plain tensors here, no DTensors"
     require(backend != "full_dtensor", "parallelism.spmd_backend", allowed, backend)
-    # On other devices torchtitan itself goes on without.
+    # On other devices, torchtitan itself runs without CUDA graphs.
     has_no_graph = training.disable_cuda_graphs or not torch.cuda.is_available()
     allowed = "True: no check after a backward can run in one CUDA graph with the forward"
     require(has_no_graph, "training.disable_cuda_graphs", allowed, False)

@@ -1,6 +1,6 @@
-"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` before a trainer class of one's own.
+"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` before a user's trainer class.
 
-A `Trainer` leaves wrapping and compiling to an `Accelerator`; this one lets that become the one of `accelerate.py`.
+A `Trainer` leaves wrapping and compiling to an `Accelerator`; this one converts that to the class of `accelerate.py`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ refuse_other_versions("transformers")
 
 
 class DPCompileMixin:
-    """Stands before `transformers.Trainer`, or a class derived from it: `class MyTrainer(DPCompileMixin, SFTTrainer)`.
+    """Mixin for `transformers.Trainer`, or a class derived from it: `class MyTrainer(DPCompileMixin, SFTTrainer)`.
 
-    All of `TrainingArguments` is as before: `torch_compile=True` with its backend compiles the model, `ddp_*` are what
-    they are for torch's DDP, `average_tokens_across_devices` stays exact. Checkpoints have the model's own class and
-    keys, a run can be continued by the other kind of trainer.
+    All `TrainingArguments` keep their meaning: `torch_compile=True` compiles the model with its backend, `ddp_*` are
+    as for torch's DDP, `average_tokens_across_devices` stays exact. Checkpoints have the model's own class and keys,
+    so either kind of trainer can continue a run.
 
-    When training has ended, or failed, the model is a plain one again: another trainer can have it. Until then, for
-    callbacks up to `on_train_end`, `dp_compile.report(model)` has what happened.
+    After training, or an error in it, the model is unreplicated, and another trainer can use it. Callbacks up to
+    `on_train_end` can call `dp_compile.report(model)`.
 
-    A model that was evaluated before it is trained is reduced here too. transformers' own trainer does not wrap it.
+    A model that was evaluated before training is reduced too. transformers' own trainer does not wrap such a model.
 
     Args:
-        replicate_config: options of `dp_compile.replicate`; what `ddp_*` arguments say wins over its fields.
+        replicate_config: options of `dp_compile.replicate`; `ddp_*` arguments override its fields.
 
     Raises:
-        ConfigError: one process has several GPUs, models are to be sharded, or what `Accelerator` refuses.
+        ConfigError: one process has several GPUs, models would be sharded, or `Accelerator` raises it.
         UnsupportedModuleError: the model is wrapped or replicated already.
     """
 
@@ -48,7 +48,7 @@ class DPCompileMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, and the accelerator becomes ours."""
+        """As the trainer's, then convert its accelerator to ours."""
         trainer = _trainer(self)
         if trainer.args.n_gpu > 1:
             raise ConfigError(
@@ -61,9 +61,9 @@ class DPCompileMixin:
         Accelerator.take_over(trainer.accelerator, self.replicate_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's."""
+        """As the trainer's, then unreplicate the model."""
         trainer = _trainer(self)
-        # What evaluation, or the last training, prepared and compiled is taken for a wrapped model otherwise.
+        # Otherwise a model that evaluation or the last training prepared would pass for a wrapped one.
         trainer.model_wrapped = trainer.model
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -71,7 +71,7 @@ class DPCompileMixin:
             take_off(unwrap(trainer.model_wrapped))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; an UnsupportedModuleError if the model was not prepared here, and would not be reduced."""
+        """As the trainer's. Raises an UnsupportedModuleError if the model was not wrapped, and would not be reduced."""
         inner, by_hooks = unwrap(model), (self.replicate_config or ReplicateConfig()).uses_python_hook()
         is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
         has_others = _trainer(self).args.world_size > 1
@@ -89,7 +89,7 @@ class DPCompileTrainer(DPCompileMixin, transformers.Trainer):  # type: ignore[mi
 
 
 def _trainer(of: object) -> Any:
-    """The trainer that a mixin is a part of."""
+    """Return the trainer of a mixin. Raise a `ConfigError` if it is no `transformers.Trainer`."""
     if not isinstance(of, transformers.Trainer):
         raise ConfigError(
             f"{type(of).__name__} has DPCompileMixin but is no transformers.Trainer. Derive it from both, the mixin "

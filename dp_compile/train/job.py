@@ -35,16 +35,14 @@ HEAD_WIDTH: Final = 32
 CONTEXT: Final = 128
 BATCH_SIZE: Final = 8  # sequences per rank
 SHOW_EVERY: Final = 100
-COMPILE_STEPS: Final = 2  # left out of step times: the first compiles, the second may recompile
+COMPILE_STEPS: Final = 2  # excluded from step times: the first compiles, the second may recompile
 MEASURED_STEPS: Final = 10
 LONGEST_S: Final = 7 * 24 * 3600.0
 
 TOLERANCE: Final = 1e-4
-"""Largest difference of a parameter that passes `--check`. Over 25 steps on 2 ranks it was 2e-7: compiled code sums in
-another order. One bias whose gradient is not averaged makes 1e-2."""
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets, both `int64[batch, CONTEXT]`; the targets are the inputs one token later."""
+"""Largest parameter difference that passes `--check`. 25 steps on 2 ranks gave 2e-7, because compiled code sums in
+another order. One bias whose gradient is not averaged gives 1e-2."""
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets (inputs one token later), both `int64[batch, CONTEXT]`
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -72,7 +70,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def _join(local_rank: int, local_ranks: int, directory: str = "") -> None:
-    """Join torchrun's group, or that of the ranks with a directory; on a GPU if each rank of this machine has one."""
+    """Join torchrun's group, or that of the pool with a directory; on a GPU if each rank of this machine has one."""
     shared: dict[str, Any] = {"init_method": f"file://{directory}/store", "rank": local_rank, "world_size": local_ranks}
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_ranks else torch.device("cpu")
     if device.type == "cuda":
@@ -87,7 +85,7 @@ def _join(local_rank: int, local_ranks: int, directory: str = "") -> None:
 
 
 def train(options: argparse.Namespace) -> bool:
-    """Train on this rank, with the process group up, which it ends; rank 0 prints. Returns whether the check passed."""
+    """Train on this rank, then destroy the process group; rank 0 prints. Returns whether the check passed."""
     device = torch.device(distributed.working_device(None))
     torch.manual_seed(0)
     heads = options.width // HEAD_WIDTH
@@ -147,12 +145,12 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> fl
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    value: float = loss.item()  # waits for an accelerator, so that steps can be timed
+    value: float = loss.item()  # waits for the GPU, so that steps can be timed
     return value
 
 
 def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> bool:
-    """Compare all parameters with those of `twin`, and print the verdict; the same one on every rank."""
+    """Compare all parameters with those of `twin`, and print the verdict, which is equal on every rank."""
     mine, theirs = dict(model.named_parameters()), dict(twin.named_parameters())
     differences = torch.stack([(mine[name].detach() - theirs[name].detach()).abs().max() for name in mine])
     differences.nan_to_num_(nan=torch.inf)  # gloo's maximum drops NaN
@@ -176,7 +174,7 @@ _SKIPPED: Final = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 
 
 def load_corpus() -> torch.Tensor:
-    """The source of Python's standard library as `uint8[bytes]`."""
+    """Return the source of Python's standard library as `uint8[bytes]`."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (each for each in root.rglob("*.py") if not _SKIPPED.intersection(each.relative_to(root).parts))
     text = bytearray().join(each.read_bytes() for each in sorted(found))  # in the same order on every rank
@@ -186,7 +184,7 @@ def load_corpus() -> torch.Tensor:
 
 
 def batches(text: torch.Tensor) -> Iterator[Batch]:
-    """Endless random batches: this rank's share of a global batch that all ranks draw alike."""
+    """Yield random batches without end: this rank's share of a global batch that all ranks draw alike."""
     generator = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(len(text) - CONTEXT, (dist.get_world_size(), BATCH_SIZE), generator=generator)
