@@ -22,8 +22,8 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
     """Shard a tensor along its first dimension over data parallel, in addition to its tensor-parallel placement.
 
     On a (dp, tp) mesh, a parameter with one placement over `tp` becomes a DTensor `[Shard(0), placement]`; a plain
-    tensor, equal on all ranks, becomes `[Shard(0), Replicate()]`. In new memory, without a gradient. Every rank of the
-    parent mesh must call it: it runs collectives over `tp` if that shards the first dimension too.
+    tensor, equal on all ranks, becomes `[Shard(0), Replicate()]`. The result has new memory and no gradient. Every rank
+    of the parent mesh must call it: it runs collectives over `tp` if that shards the first dimension too.
 
     Args:
         tensor: equal on all ranks of `device_mesh`, with at least one dimension.

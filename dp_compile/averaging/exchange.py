@@ -60,7 +60,7 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
 
 
 def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
-    """End the local steps of averaged parameters of replicated modules whose ranks are all in the group."""
+    """Record that averaged parameters are equal on all ranks again, for modules whose ranks are all in the group."""
     indices: dict[Replica, list[int]] = {}
     for replica, index in filter(None, map(owners.find, parameters)):
         indices.setdefault(replica, []).append(index)

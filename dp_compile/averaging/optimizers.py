@@ -41,7 +41,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
             params: parameters or parameter groups. Each parameter is averaged once, in place, even without a gradient.
 
         Raises:
-            DesyncError: on every rank: ranks pass different parameters, or are at different steps.
+            DesyncError: on every rank, if ranks pass different parameters, or are at different steps.
             CommunicationError: a rank has not called within the group's time-out.
             ConfigError: neither parameters nor groups, no parameters, or one that cannot be averaged.
         """

@@ -1,1 +1,1 @@
-"""The subcommands of `dp-compile`: `add_NAME` declares one, its `run` is called with what was given."""
+"""The subcommands of `dp-compile`: `_add_NAME` declares one, and `main` calls its `run` with the parsed options."""

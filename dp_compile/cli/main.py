@@ -110,7 +110,6 @@ def _add_step(parser: Any) -> None:
 
 
 def _read_step(args: argparse.Namespace) -> Step:
-    """Read the step of a file, with the measured times of a trace if one is given."""
     from dp_compile.insight.profile import measured_step
     from dp_compile.insight.step import Step
 

@@ -41,7 +41,7 @@ class CommHook:
 
     @property
     def is_called(self) -> bool:
-        """Whether the hook is called with each bucket, which excludes captured backwards."""
+        """Whether the engine calls the hook with each bucket. No captured backward does."""
         return self.averaging.hook == CALLED
 
     @property
@@ -83,7 +83,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     return hook
 
 
-_WIRES: Final = {
+_WIRES: Final = {  # the dtype in which torch's own hooks average, by their code
     hooks.allreduce_hook.__code__: None,
     hooks.fp16_compress_hook.__code__: "float16",
     hooks.bf16_compress_hook.__code__: "bfloat16",
@@ -91,7 +91,6 @@ _WIRES: Final = {
     hooks.fp16_compress_wrapper(hooks.allreduce_hook).__code__: "float16",
     hooks.bf16_compress_wrapper(hooks.allreduce_hook).__code__: "bfloat16",
 }
-"""The dtype in which torch's own hooks average, by their code."""
 
 
 def _cast_of(function: TorchHook) -> Averaging | None:

@@ -134,7 +134,7 @@ class HookState:
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}  # by parameter, then by the hook's own name
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
+        """Return copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
         return {"backwards": self.backwards, "tensors": _copies(self._tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -201,7 +201,6 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
 
 
 def _check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
-    """Raise if a loaded state has other tensors than a hook's."""
     for name in sorted({*given, *wanted}):
         found, expected = (_kinds(state[name]) if name in state else None for state in (given, wanted))
         if found != expected:
@@ -238,7 +237,7 @@ def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype
 
 @dataclass(eq=False, slots=True)
 class HookRun:
-    """One call of a hook, from one round to the next."""
+    """One execution of a hook on a bucket, round by round."""
 
     key: str
     bucket: HookBucket
@@ -248,7 +247,7 @@ class HookRun:
     def step(self, received: Tensors) -> list[torch.Tensor]:
         """Return the next tensor to send, given the results `received` of all earlier rounds, or the reduced gradients.
 
-        Contiguous copies: the sum overwrites the sent tensor, to which the hook may still refer.
+        Both are contiguous copies, because the sum overwrites the sent tensor, to which the hook may still refer.
 
         Raises:
             ConfigError: the hook violates the contract of `FunctionalHook.reduce`.

@@ -1,9 +1,9 @@
 """Gradients sent in eight bits: int8 or float8 with one scale per block, and error feedback.
 
-Gradients of one-dimensional parameters are few elements, which differ in size from the rest (norm layers). The same
+Gradients of one-dimensional parameters are few elements, of another magnitude than the rest (norm layers). The same
 collectives send them in float32, and each rank averages a part of them.
 
-    x = gradient + error           each rank; each gradient begins a block, as they differ in size
+    x = gradient + error           each rank; each gradient begins a block, because magnitudes differ
     q, s = quantised x             s = max |x| / Q of a block, at least 2^-126; q = x / s, rounded to the nearest (even)
     all-to-all                     part r of q and s to rank r
     mean = sum of q s / ranks      in float32, of this rank's part
@@ -12,8 +12,8 @@ collectives send them in float32, and each rank averages a part of them.
 
 Q is the largest number of the dtype: 127, 448, 57344. The rank that averages a part adds the second loss to its own
 error. Each loss is thus kept for an element of a parameter on some rank, wherever blocks and parts begin in the next
-plan. The sum of gradients and errors equals the returned gradients plus the remaining errors. A block with an element
-that is not finite has a scale that is not, and is not finite on every rank.
+plan. The sum of gradients and errors equals the returned gradients plus the remaining errors. A block with a
+non-finite element has a non-finite scale, and is non-finite on every rank.
 
 Sources: Dettmers, 8-bit approximations (arXiv 1511.04561); error feedback: Karimireddy et al. (arXiv 1901.09847), of
 both steps: Tang et al., DoubleSqueeze (arXiv 1905.05957); all-to-all and all-gather of blocks: ZeRO++'s qgZ (arXiv
@@ -44,7 +44,7 @@ class QuantizedHook(FunctionalHook):
 
     Args:
         dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        block: elements per scale: few, because rows of a matrix differ in size, most of all in embeddings.
+        block: elements per scale: few, because rows of a matrix differ in magnitude, most of all in embeddings.
         error_feedback: add the quantisation error to the next gradient; takes four bytes of memory per element.
         min_ndim: gradients with fewer dimensions are sent in float32, not quantised; 0 quantises all.
 

@@ -35,11 +35,10 @@ OptimizerFn = Callable[[Any], torch.optim.Optimizer]  # of a list of (name, para
 SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 CALL: Final = "decentralize()"
-_NOT_REDUCED: Final = (
+_NOT_REDUCED: Final = (  # options of reductions, and of parameters that are equal on all ranks: not allowed here
     "bucket_cap_mb", "cost", "gradient_divide_factor",
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan",
 )  # fmt: skip
-"""Options of the reduction of gradients, and of parameters that are equal on all ranks: not allowed here."""
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
@@ -74,9 +73,9 @@ def decentralize(
         scaler: the `torch.amp.GradScaler` that scales losses in the loop. The backward unscales, skips steps and
             updates the scale, to the least one of the ranks of an edge.
         grad_clip_norm: clip the gradients of each bucket separately to this norm, as in decent-dp; 0: no clipping.
-        param_as_bucket_view: move the parameters of each bucket into one buffer, which one kernel mixes.
+        param_as_bucket_view: move each bucket's parameters to one buffer, which one kernel mixes; `False`: keep them.
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.
-        local_world_size: ranks per node, for topologies that need it; `None`: `LOCAL_WORLD_SIZE`, else 1.
+        local_world_size: ranks per node, for some topologies; `None`: environment variable `LOCAL_WORLD_SIZE`, else 1.
         sync_buffer_in_global_avg: global averages include floating-point buffers.
         config: options of the compiler and time-outs. Options of reductions raise an error.
 
@@ -181,7 +180,7 @@ class DecentralizedModule(nn.Module):
 
     @contextlib.contextmanager
     def global_average(self) -> Iterator[None]:
-        """Replace parameters by the average over all ranks inside the context, to evaluate or to save."""
+        """Hold the average over all ranks inside the context, to evaluate or save. Restores own parameters on exit."""
         self.global_avg()
         try:
             yield

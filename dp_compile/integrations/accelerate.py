@@ -89,7 +89,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's, but for training wrap with `dp_compile.DistributedDataParallel`, then compile."""
+        """Same as accelerate's, but for training wrap with `dp_compile.DistributedDataParallel`, then compile."""
         is_again = isinstance(unwrap(model), DistributedDataParallel) and getattr(model, _PREPARED, False)
         if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
             return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
@@ -117,14 +117,14 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """As accelerate's, which does nothing for a compiled model. This one also reduces such a model."""
+        """Same as accelerate's, but also for a compiled model, which accelerate's ignores."""
         found = AcceleratesOwn.trigger_sync_in_backward(unwrap(model))
         return cast(contextlib.AbstractContextManager[None], found)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """As accelerate's, which also removes the wrapper inside the compiled model passed to it. This one does not."""
+        """Same as accelerate's, but keep the wrapper inside the compiled model passed to it."""
         wrapper = unwrap(model)
         if not keep_torch_compile or wrapper is model or not isinstance(wrapper, DistributedDataParallel):
             return cast(nn.Module, super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile))
@@ -134,7 +134,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """As accelerate's, also for compiled models."""
+        """Same as accelerate's, but also for compiled models."""
         found = super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches)
         return cast(contextlib.AbstractContextManager[None], found)
 

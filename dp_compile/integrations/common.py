@@ -15,14 +15,13 @@ from dp_compile.replication.ddp import DistributedDataParallel
 from dp_compile.replication.module import is_replicated, unwrap
 from dp_compile.replication.replicate import unreplicate
 
-TESTED: Final = {
+TESTED: Final = {  # first release, and first one not supported, as in extras test-integrations and test-torchtitan
     "accelerate": ((1, 15), (2,)),
     "transformers": ((5,), (6,)),
     "lightning": ((2, 6), (2, 7)),
     "pytorch_lightning": ((2, 6), (2, 7)),
     "torchtitan": ((0, 3), (0, 4)),
 }
-"""First release, and first one not supported; the same as in the extras `test-integrations` and `test-torchtitan`."""
 
 
 def refuse_other_versions(package: str) -> None:

@@ -66,8 +66,8 @@ class FabricStrategy(_Wrapping):
 
 
 def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:
-    """Create and register both strategies, because no entry point can fill these registries. `trainer`, `fabric`: the
-    modules in which one of Lightning's two packages has its `Trainer` and its `Fabric`."""
+    """Create and register the strategies of a Lightning package, whose registries no entry point fills. `trainer`,
+    `fabric`: the modules in which the package has its `Trainer` and its `Fabric`."""
     package = trainer.partition(".")[0]
     refuse_other_versions(package)
     home = {"__module__": f"dp_compile.integrations.{package}"}

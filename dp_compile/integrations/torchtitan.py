@@ -32,14 +32,13 @@ from torchtitan.models.common.moe import MoE  # noqa: E402
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_SPLITS: Final = {
+_SPLITS: Final = {  # degrees of torchtitan's `ParallelDims` that must be one here, and their options
     "dp_shard": "data_parallel_shard_degree",
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
     "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
 }
-"""Degrees of torchtitan's `ParallelDims` that must be one here, and their options."""
 
 
 def parallelize(

@@ -48,7 +48,7 @@ class DPCompileMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, then convert its accelerator to ours."""
+        """Same as the trainer's, then convert its accelerator to ours."""
         trainer = _trainer(self)
         if trainer.args.n_gpu > 1:
             raise ConfigError(
@@ -61,7 +61,7 @@ class DPCompileMixin:
         Accelerator.take_over(trainer.accelerator, self.replicate_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's, then unreplicate the model."""
+        """Same as the trainer's, then unreplicate the model."""
         trainer = _trainer(self)
         # Otherwise a model that evaluation or the last training prepared would pass for a wrapped one.
         trainer.model_wrapped = trainer.model
@@ -71,7 +71,7 @@ class DPCompileMixin:
             take_off(unwrap(trainer.model_wrapped))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's. Raises an UnsupportedModuleError if the model was not wrapped, and would not be reduced."""
+        """Same as the trainer's, but raise an UnsupportedModuleError if the model was not wrapped for reduction."""
         inner, by_hooks = unwrap(model), (self.replicate_config or ReplicateConfig()).uses_python_hook()
         is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
         has_others = _trainer(self).args.world_size > 1

@@ -160,7 +160,7 @@ class Pending(ABC):
                 return
             self._end()
             try:
-                # An all-gather would overwrite a write of the user; an update was computed for the value before it.
+                # A user's write would be lost (all-gather), or updated with a gradient of the previous value.
                 pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
                 written = [index for index, before, now in pairs if before != now]
                 if written:

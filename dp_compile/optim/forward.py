@@ -23,7 +23,7 @@ def compile_forward(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo with Inductor, or with `aot_eager` if the config of a module that defers says so.
+    """Compile a graph of Dynamo with Inductor, or with `aot_eager` if the module's config says so.
 
     A module without deferred updates (`in_backward(..., overlap_forward=True)`) gets Inductor's code, after a check
     for work in flight.

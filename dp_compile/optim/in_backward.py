@@ -50,14 +50,14 @@ def in_backward(
         max_norm: with `shard`: clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does; do not call
             that too. `optimizer.total_norm` is then the norm before clipping.
         scaler: with `shard`: the `torch.amp.GradScaler` of the loop, if there is one.
-        overlap_forward: defer updates whose gradients are in flight when a backward ends to the next forward. It runs
-            each update, or with `shard` waits for the all-gather, right before the first read of the parameter. Use
-            `torch.compile(model, backend="dp_compile")`: after any other forward, `step()` waits. Dynamo recompiles
-            all code in this process. Code that reads parameters past the module's methods must call
+        overlap_forward: defer updates to the next forward if their gradients are in flight at the end of a backward.
+            The forward runs each update, or with `shard` waits for the all-gather, right before it first reads the
+            parameter. Use `torch.compile(model, backend="dp_compile")`: after any other forward, `step()` waits.
+            Dynamo recompiles all code in this process. Code that reads parameters past the module's methods must call
             `model.synchronize()` first (`optim/readers.py` lists what waits). Must be equal on all ranks.
         shard: each rank reduces and updates a part of each bucket's elements, and holds only their state. The
-            optimizer must update each element independently. Every rank calls this. `full_state_dict(optimizer)`
-            replaces `optimizer.state_dict()`; `load_state_dict()` stays.
+            optimizer must update each element independently. Every rank calls this. Save with
+            `full_state_dict(optimizer)`, not `optimizer.state_dict()`; load with `load_state_dict()`.
 
     Raises:
         ConfigError: the optimizer does not update each parameter independently, or is `differentiable`; it has no

@@ -140,7 +140,7 @@ def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimi
 
 
 def check_in_place(replica: Replica, indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
-    """Raise if compiled code has a parameter in memory other than its own."""
+    """Raise if compiled code passes a copy of a parameter instead of the parameter's memory."""
     for index, parameter in zip(indices, parameters, strict=True):
         if replica.parameters[index].data_ptr() != parameter.data_ptr():
             raise ReductionError(

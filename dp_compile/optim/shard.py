@@ -46,11 +46,10 @@ from dp_compile.replica.store_channel import check_consistent_in_call, is_of_oth
 from dp_compile.replica.supported import SHARD, check_supported
 from dp_compile.replication.gradient_averaging import scatter
 
-ELEMENT_WISE: Final = (
+ELEMENT_WISE: Final = (  # each element is updated independently, so parameters may be cut anywhere
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
 )  # fmt: skip
-"""They update each element independently, so parameters may be cut anywhere. Other optimizers use shapes or norms."""
 _MAX_GATHERS: Final = 4  # in flight when `_gather` waits for the first: each has its own memory
 
 
@@ -302,7 +301,6 @@ class Shard(Update):
         return states
 
     def full_state_dict(self, to: int | None) -> dict[str, Any]:
-        """See `in_backward.full_state_dict`."""
         optimizer, states = self.setup.optimizer, self.full_states(to)
         if to not in (None, self.rank):
             return {}
@@ -468,7 +466,7 @@ class Shard(Update):
     # --- all-gather
 
     def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> None:
-        """Update and all-gather bucket by bucket, because the first all-gather then starts early. Wait for the
+        """Update and all-gather bucket by bucket: the first all-gather is launched after the first update. Wait for the
         all-gathers here or, if deferred, in the next forward."""
         if self.ranks == 1:
             self._step(gradients)

@@ -74,7 +74,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank within `timeout_s` seconds. Returns the results by rank. Uses pickle.
+        """Call `function(*args)` on every rank within `timeout_s`. Returns the results by rank. All are pickled.
 
         Raises:
             RankError: it raised, hung or died on some rank; the pool is stopped.

@@ -55,7 +55,7 @@ def assert_same_training(
     before each step; `inductor` draws other random numbers than eager code: use `aot_eager` for models with dropout.
 
     Args:
-        training: is pickled: its functions are found by module and name.
+        training: the training to run. It is pickled: its functions are found by module and name.
         ranks: number of processes to start, at least 2; or a running pool, which keeps running.
         steps: number of backwards, each with a step of the optimizer.
         backend: compiler of the forward and the backward; `None`: nothing is compiled.

@@ -1,7 +1,7 @@
 """The main job, `dp-compile train`: a GPT on the source of Python's standard library, data parallel.
 
 dp-compile train                                                      starts its ranks on this machine
-torchrun --nproc-per-node 2 --no-python dp-compile train              is one of the ranks that torchrun started
+torchrun --nproc-per-node 2 --no-python dp-compile train              runs as one of torchrun's ranks
 """
 
 from __future__ import annotations
@@ -132,14 +132,14 @@ def _steps(options: argparse.Namespace, model: nn.Module, twin: nn.Module | None
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW, or under `--check` SGD, whose update is linear in the gradient."""
+    """Return AdamW, or under `--check` SGD, whose update is linear in the gradient."""
     if options.check:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One step, as a user writes it. Returns the loss of this rank's batch."""
+    """Run one step as a user writes it. Returns the loss of this rank's batch."""
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
