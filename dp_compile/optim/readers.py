@@ -99,7 +99,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
     """
     plain = kind.forward
 
-    # Without its attributes: by those of torch.compile, Dynamo would take this for the decorated function.
+    # Copy no attributes: by those that torch.compile sets, Dynamo would take this for the function it decorated.
     @functools.wraps(plain, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
