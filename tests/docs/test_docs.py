@@ -8,10 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import api
-from docs_scripts import section
+from docs_scripts import blocks, section
 from test_layout import ROOMS
 
 import dp_compile
+from dp_compile.cli import main as cli
 from dp_compile.config import ReplicateConfig
 
 ROOT = Path(__file__).parents[2]
@@ -158,3 +159,16 @@ def test_the_messages_that_troubleshooting_quotes_are_texts_of_the_package():
     assert len(quoted) >= 30
     for each in quoted:
         assert re.sub(r"has not called \w+\(\)", "called", each) in texts, each
+
+
+def test_the_step_on_the_page_is_what_the_commands_print(capsys, monkeypatch, tmp_path):
+    """`docs/timeline.py` records docs/step.json; the page shows it as the commands do."""
+    monkeypatch.chdir(ROOT / "docs")
+    _, *shown = (block for _, block in blocks(section("quickstart.md", "Inspect a step")))
+    for block, what in zip(shown, ("explain", "predict"), strict=True):
+        command, _, printed = block.removeprefix("$ dp-compile ").partition("\n")
+        assert command.startswith(what)
+        assert cli.main(command.split()) == 0
+        assert capsys.readouterr().out == printed
+    assert cli.main(["timeline", "step.json", "-o", str(tmp_path / "step.svg")]) == 0
+    assert (tmp_path / "step.svg").read_text() == Path("step.svg").read_text()
