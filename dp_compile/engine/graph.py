@@ -172,11 +172,12 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> tup
         gradients = [builder.reductions[place] for place in places]
         who = list(update.indices), update.replica, update.optimizer, update.bucket
         builder.graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
-    builder.graph.output((builder.outputs, tuple(reduced), tuple(builder.assigned.values())))
+    assigned = dict(sorted(builder.assigned.items()))
+    builder.graph.output((builder.outputs, tuple(reduced), tuple(assigned.values())))
     builder.graph.lint()
     module = fx.GraphModule(captured.graph_module, builder.graph, "CapturedBackward")
     dynamo.set_locals_to_steal(module, ["inputs"])
-    return module, tuple(builder.assigned)
+    return module, tuple(assigned)
 
 
 class _Builder:
