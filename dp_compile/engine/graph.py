@@ -49,7 +49,6 @@ class Sites:
     """The places where a graph accumulates gradients and calls hooks."""
 
     accumulations: tuple[int, ...]  # positions of the tensors in the inputs
-    existing: tuple[int, ...]  # positions of the existing gradients that they accumulate into
     unhooked: tuple[int, ...]  # those of `accumulations` without any hook
     hook_calls: tuple[HookCall, ...]
 
@@ -94,8 +93,6 @@ class CapturedGraph:
 def find_sites(graph: fx.Graph) -> Sites:
     accumulating = graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
     accumulations = tuple(position_of(node.args[0]) for node in accumulating)
-    added_to = (dynamo.accumulated(node).old for node in accumulating)
-    existing = tuple(position_of(each) for each in added_to if each is not None)
     hook_calls = tuple(
         HookCall(node.name, position_of(node.args[0]), position_of(node.args[1]))
         for node in graph.find_nodes(op="call_function", target=dynamo.call_hook)
@@ -103,7 +100,7 @@ def find_sites(graph: fx.Graph) -> Sites:
     )
     with_hook = {call.parameter for call in hook_calls}
     unhooked = tuple(position for position in accumulations if position not in with_hook)
-    return Sites(accumulations, existing, unhooked, hook_calls)
+    return Sites(accumulations, unhooked, hook_calls)
 
 
 def position_of(node: object) -> int:
