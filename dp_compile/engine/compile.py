@@ -88,7 +88,10 @@ class CompiledBackward:
                 if self._run is None:
                     module, self._assigned = with_reductions(self._graph, self._replicas)
                     # The plain method: `GraphModule.__call__` wraps errors in code that Dynamo would trace and hide.
-                    self._run = torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
+                    options: dict[str, Any] = {"guard_filter_fn": self._needed_guards}
+                    self._run = torch.compile(
+                        module.forward, backend=self._compile_whole, fullgraph=True, options=options
+                    )
                 parameters = [inputs[position] for position in self._assigned]
                 outputs, reduced, gradients = self._run(inputs, *rest)
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -151,6 +154,17 @@ class CompiledBackward:
             raise complaints[0]
 
     # --- compilation
+
+    def _needed_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """Return which of Dynamo's guards to check: all but those of parameters that the binding and compiled
+        autograd's key (dtype, device, `requires_grad`) determine. A guard takes 0.6 us, with 500 parameters 6 % of a
+        backward without a network (measured). Parameters that may change their memory format keep theirs.
+        """
+        hooked = [
+            self._replicas[ordinal].parameters[index] for ordinal, index in filter(None, self._graph.binding.hooked)
+        ]
+        known = {id(parameter) for parameter in hooked if parameter.dim() <= 2}
+        return [each.guard_type != "TENSOR_MATCH" or id(each.value) not in known for each in guards]
 
     def _compile_whole(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile the whole backward. This is the backend that Dynamo calls."""

@@ -103,6 +103,18 @@ def test_another_dtype_for_a_while(fake_group, compile_model):
     assert sum(dp_compile.report(model).backwards.values()) == 2
 
 
+def test_another_memory_format(fake_group):
+    """Only the guard on the weight recompiles the backward: no saved tensor of this model changes."""
+    model, x = dp_compile.replicate(nn.Conv2d(3, 4, 3), config=CONFIG), torch.ones(2, 3, 4, 4)
+    for order in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=order)
+        with dp_compile.compiled_backward():
+            model(x).sum().backward()
+        assert model.weight.grad.stride() == model.weight.stride()
+        model.zero_grad()
+    assert dp_compile.report(model).backwards == {"captured": 2}
+
+
 def fingerprint(tensor):
     return int(fingerprints([tensor])[0])
 
