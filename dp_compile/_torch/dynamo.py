@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+import operator
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import fx
 
+from dp_compile._torch import captured_ops
 from dp_compile._torch.missing import named
 
 with named():
@@ -226,7 +229,7 @@ def accumulated(node: fx.Node) -> Accumulated:
 
 def computes_only(target: object) -> bool:
     """Return whether a call target in a captured graph only computes tensors from tensors and runs no user code."""
-    if isinstance(target, _compiled_autograd.Op):  # a built-in autograd function, or a custom one written in C++
+    if isinstance(target, captured_ops.Op):  # a built-in autograd function, or a custom one written in C++
         return not target.is_custom_function
     is_op = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
     # Graphs with dynamic shapes contain Python arithmetic on sizes.
@@ -252,6 +255,37 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
     if not isinstance(first, int) or not isinstance(count, int):
         return []
     return [each for each in node.args[first : first + count] if isinstance(each, fx.Node)]
+
+
+def unchanged_by_prologue(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> dict[str, str]:
+    """Return the names of nodes that AOTAutograd's prologue returns unchanged, and of its operands that they equal.
+
+    `values`: fake tensors of nodes. The prologue may also copy a gradient into another memory format. It is a closure,
+    with which AOTAutograd does not cache a graph.
+    """
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "call_aot_bwd_prologue":
+            operands: dict[int, list[str]] = {}
+            for each in node.all_input_nodes:
+                operands.setdefault(id(values.get(each)), []).append(each.name)
+            for user in node.users:
+                same = operands.get(id(values[user]), ()) if isinstance(values.get(user), torch.Tensor) else ()
+                if user.target is operator.getitem and len(same) == 1:
+                    found[user.name] = same[0]
+    return found
+
+
+def make_cacheable(graph: fx.Graph) -> None:
+    """Remove from a captured graph what differs between processes, or cannot be pickled, in the key of a cache.
+
+    Built-in autograd functions are called by their names; a custom one has a number, so a graph with it is not cached.
+    Names of nodes lose the number of the forward among those that the process has compiled.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, captured_ops.Op) and not node.target.is_custom_function:
+            node.target = getattr(captured_ops, node.target.__name__)
+        node._rename(re.sub(r"^aot\d+_", "", node.name))
 
 
 def accumulate_op() -> Any:

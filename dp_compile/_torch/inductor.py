@@ -8,8 +8,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 
+from dp_compile._torch.captured_ops import NamedOp
 from dp_compile._torch.missing import named
 
 with named():
@@ -49,15 +51,20 @@ def compile_with_inductor(
         # On by default since 2.14 (pytorch#184240). It moves the launches and waits that the graph pass has placed,
         # within its own memory bound. It moves them past writes into a bucket: Inductor sees no dependency on those.
         patches["aten_distributed_optimizations.enable_simple_overlap"] = False
-    if on_code is None:
-        return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
 
     def compile_inner(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         compiled = _compile_fx_inner(gm, *args, **kwargs)
+        assert on_code is not None
         on_code(gm.graph, str(getattr(compiled, "source_code", "")))
         return compiled
 
-    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, inner_compile=compile_inner))
+    # AOTAutograd caches no function of unknown modules. Name, arguments and torch's version say what these compute.
+    names = {f"{t.__module__}.{t.__name__}" for t in (node.target for node in gm.graph.nodes) if isinstance(t, NamedOp)}
+    # Sorted, because the order is a part of the cache's key.
+    cacheable = config.unsafe_marked_cacheable_functions | dict.fromkeys(sorted(names), torch.__version__)
+    inner: dict[str, Any] = {} if on_code is None else {"inner_compile": compile_inner}
+    with config.patch(unsafe_marked_cacheable_functions=cacheable):
+        return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **inner))
 
 
 def compile_forward_with_inductor(

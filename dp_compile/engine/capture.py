@@ -23,7 +23,7 @@ from dp_compile.engine.guards import check_gradients_have_hooks
 from dp_compile.engine.hooks import GradHook, reduce_eagerly
 from dp_compile.engine.plan_sync import finalize_plans
 from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.passes.estimates import Accumulation, Shares, fake_values, ready_shares
+from dp_compile.passes.estimates import Accumulation, Shares, Values, fake_values, ready_shares
 from dp_compile.plan.planner import ASSUMED, ESTIMATED, ReadyTimes
 from dp_compile.replica.replica import Replica
 
@@ -57,14 +57,17 @@ class CapturedBackward:
         compiled: CompiledBackward | None = None
         try:
             binding = self._bind(backward, inputs, rest[2])
-            if self._finalize_plans(replicas, binding, inputs, rest):  # plans changed, and the binding depends on them
-                binding = self._bind(backward, inputs, rest[2])
+            values: Values = {}
+            if binding not in self._compiled or any(each.reduces and each.planning.awaits_graph for each in replicas):
+                values = fake_values(self._graph_module, (inputs, *rest))
+                if self._finalize_plans(replicas, binding, values):  # plans changed, and the binding depends on them
+                    binding = self._bind(backward, inputs, rest[2])
             compiled = self._compiled.get(binding)
             if compiled is None:
                 _refuse_shards(rest[2])
                 if dynamo.stance() == "eager_on_recompile":
                     return self._run_uncompiled(replicas, inputs, rest)
-                captured = bind(self._graph_module, self._sites, binding, len(inputs), replicas)
+                captured = bind(self._graph_module, self._sites, binding, len(inputs), replicas, values)
                 compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):
@@ -119,16 +122,14 @@ class CapturedBackward:
             self._bound = met, binding
         return binding
 
-    def _finalize_plans(
-        self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]
-    ) -> bool:
+    def _finalize_plans(self, replicas: Sequence[Replica], binding: Binding, values: Values) -> bool:
         """Finalize the plans that await the graph of a first backward, before tracing. Return whether any did."""
         synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.planning.awaits_graph]
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
-        if not awaited and (not assumed or binding in self._compiled):
+        if not awaited and not assumed:
             return False
-        estimates = estimates_of(self._graph_module, self._sites, binding, (inputs, *rest))
+        estimates = estimates_of(self._graph_module, self._sites, binding, values)
         times = dict[Replica, ReadyTimes]()
         for position, replica in enumerate(replicas):
             if found := {index: each for (ordinal, index), each in estimates.items() if ordinal == position}:
@@ -163,13 +164,12 @@ def _refuse_shards(hooks: Sequence[Any]) -> None:
 
 
 def estimates_of(
-    graph_module: fx.GraphModule, sites: Sites, binding: Binding, given: tuple[Any, ...]
+    graph_module: fx.GraphModule, sites: Sites, binding: Binding, values: Values
 ) -> dict[GradientId, Shares]:
-    """Estimate when each gradient is ready, from the graph and its inputs `given`; empty if a gradient is unknown.
+    """Estimate when each gradient is ready, from the graph and its `fake_values`; empty if a gradient is unknown.
 
     It is unknown if its shape depends on data, or on a user's hook that replaces it.
     """
-    values = fake_values(graph_module, given)
     nodes = graph_module.graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
     node_of = dict(zip(sites.accumulations, nodes, strict=True))
     accumulations = {

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo
 from dp_compile._torch.dtensors import from_part, is_dtensor, local_tensor, redistributed_as
+from dp_compile.passes.estimates import Values
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.replica.gradients import real_view
@@ -88,6 +89,9 @@ class CapturedGraph:
     used: tuple[tuple[int, ...], ...]  # per replica: indices of parameters that get a gradient
     unused: tuple[tuple[int, ...], ...]  # per replica: the other indices
     updates: tuple[InBackward, ...]  # optimizer updates in the graph
+    unchanged: Mapping[
+        str, str
+    ]  # names of nodes, and of those that have the same result without AOTAutograd's prologue
 
 
 def find_sites(graph: fx.Graph) -> Sites:
@@ -113,7 +117,12 @@ def position_of(node: object) -> int:
 
 
 def bind(
-    graph_module: fx.GraphModule, sites: Sites, binding: Binding, input_count: int, replicas: Sequence[Replica]
+    graph_module: fx.GraphModule,
+    sites: Sites,
+    binding: Binding,
+    input_count: int,
+    replicas: Sequence[Replica],
+    values: Values,
 ) -> CapturedGraph:
     """Return the captured graph of these replicas with the reductions and updates of one binding."""
     used = tuple(
@@ -124,7 +133,8 @@ def bind(
     unused = tuple(tuple(sorted(set(each).difference(got))) for each, got in zip(everything, used, strict=True))
     synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
     updates = _updates_of(replicas, binding.wanted, used)
-    return CapturedGraph(graph_module, sites, binding, input_count, synced, used, unused, updates)
+    unchanged = dynamo.unchanged_by_prologue(graph_module.graph, values)
+    return CapturedGraph(graph_module, sites, binding, input_count, synced, used, unused, updates, unchanged)
 
 
 def _updates_of(
@@ -160,7 +170,9 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> tup
     Its outputs: the old ones; reduced flags and missing gradients; gradients to assign to `.grad`.
     """
     builder = _Builder(captured, replicas)
+    builder.skip_prologues()
     builder.accumulate_by_ops()
+    dynamo.make_cacheable(builder.graph)
     builder.place_reductions()
     reduced = builder.complete()
     for update in captured.updates:
@@ -198,6 +210,14 @@ class _Builder:
         called = [node.target for node in self.graph.nodes if node.op == "call_function"]
         of_others = self.captured.binding.hooked.count(None) or hooks > len(self.captured.sites.hook_calls)
         return bool(of_others) or not all(each in known or dynamo.computes_only(each) for each in called)
+
+    def skip_prologues(self) -> None:
+        for node, same in ((self.copied[each], self.copied[of]) for each, of in self.captured.unchanged.items()):
+            prologue = node.args[0]
+            node.replace_all_uses_with(same)
+            self.graph.erase_node(node)
+            if isinstance(prologue, fx.Node) and not prologue.users:
+                self.graph.erase_node(prologue)
 
     def accumulate_by_ops(self) -> None:
         """Accumulate gradients by ops, without setting `.grad`, unless the graph runs Python code that could see it.

@@ -15,6 +15,7 @@ import torch
 from parity import AOT, Block, Twin, batch, compile_whole, expect_average, mlp
 from torch import fx, nn
 from torch._dynamo import compiled_autograd, convert_frame
+from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -378,6 +379,21 @@ def test_a_second_run_is_dumped_as_the_first(dumped, monkeypatch):
     assert (torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache) == settings
     (record,) = dp_compile.report(model).captures
     assert record.collectives == 2
+
+
+def test_the_next_process_finds_the_code_of_the_same_plan():
+    """In AOTAutograd's cache, for which a graph must be pickled. Here the next process is one without compiled code."""
+    hits, collectives = [], []
+    with fresh_cache():
+        for cap_mb in (None, None, 1e-6):
+            torch._dynamo.reset()
+            twin, counted = Twin(mlp(), config=ReplicateConfig(bucket_cap_mb=cap_mb)), counters["aot_autograd"].copy()
+            twin.step(batch(1))
+            expect_average(twin.model, twin.plain)
+            hits.append((counters["aot_autograd"] - counted)["autograd_cache_hit"])
+            collectives.append(twin.report.captures[-1].collectives)
+    assert hits == [0, 1, 0]
+    assert collectives[0] == collectives[1] < collectives[2]
 
 
 def test_a_graph_that_cannot_be_printed_stops_no_training(dumped, monkeypatch):
