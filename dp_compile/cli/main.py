@@ -75,8 +75,8 @@ def _add_train(add: Add) -> None:
         help="train a small GPT on several processes and show what happened to its gradients",
         description="Train a small GPT on the source of Python's standard library, data parallel.",
         epilog="""\
-Without torchrun it starts two processes on this machine, which take about two
-minutes on two cores. Bytes are tokens, losses are in nats per byte, of rank 0.
+Without torchrun it starts two processes on this machine, which take half a
+minute on two idle cores, most of it compilation. Bytes are tokens, losses are in nats per byte, of rank 0.
 Step times leave out two steps, which compile.
 """,
     )

@@ -89,9 +89,7 @@ class CapturedGraph:
     used: tuple[tuple[int, ...], ...]  # per replica: indices of parameters that get a gradient
     unused: tuple[tuple[int, ...], ...]  # per replica: the other indices
     updates: tuple[InBackward, ...]  # optimizer updates in the graph
-    unchanged: Mapping[
-        str, str
-    ]  # names of nodes, and of those that have the same result without AOTAutograd's prologue
+    unchanged: Mapping[str, str]  # see `dynamo.unchanged_by_prologue`
 
 
 def find_sites(graph: fx.Graph) -> Sites:

@@ -177,8 +177,8 @@ def replicate_module(
         if state := modules.find_state(inner):
             waits = ", it starts with its first forward" * isinstance(state, modules.Pending)
             raise UnsupportedModuleError(
-                f"{class_name(inner)} is replicated already{waits}. Call dp_compile.unreplicate() on it, or on its "
-                "DistributedDataParallel, to give other options."
+                f"{class_name(inner)} is replicated already{waits}. Remove this call. To change options, call "
+                "dp_compile.unreplicate() on it, or on its DistributedDataParallel, first."
             )
         parts = frozenset(modules.parts_of(inner))
         ignored = selection.check_ignored(ignored_modules) | parts

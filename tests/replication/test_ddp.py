@@ -129,7 +129,7 @@ class TestInTorchsPlace:
     def test_again_once_the_wrapper_is_gone(self):
         model = build()
         DistributedDataParallel(model)
-        with unsupported(match=r"replicated already. Call dp_compile.unreplicate\(\)"):
+        with unsupported(match=r"replicated already. Remove this call"):
             DistributedDataParallel(model)
         second = DistributedDataParallel(dp_compile.unreplicate(model), bucket_cap_mb=2)
         assert replica_of(second).config.bucket_cap_mb == 2

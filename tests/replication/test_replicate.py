@@ -120,7 +120,7 @@ class TestLocal:
 
     def test_replicate_twice(self):
         model = dp_compile.replicate(Net())
-        with unsupported(match=r"Net is replicated already\. Call dp_compile\.unreplicate"):
+        with unsupported(match=r"Net is replicated already\. Remove this call"):
             dp_compile.replicate(model)
         with unsupported(match="weight is replicated already"):
             dp_compile.replicate(model.head)
