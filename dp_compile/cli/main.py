@@ -76,8 +76,8 @@ def _add_train(add: Add) -> None:
         description="Train a small GPT on the source of Python's standard library, data parallel.",
         epilog="""\
 Without torchrun it starts two processes on this machine, which take half a
-minute on two idle cores, most of it compilation. Bytes are tokens, losses are in nats per byte, of rank 0.
-Step times leave out two steps, which compile.
+minute on two idle cores, most of it compilation. Bytes are tokens, losses are
+in nats per byte, of rank 0. Step times leave out two steps, which compile.
 """,
     )
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")

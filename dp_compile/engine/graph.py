@@ -210,6 +210,7 @@ class _Builder:
         return bool(of_others) or not all(each in known or dynamo.computes_only(each) for each in called)
 
     def skip_prologues(self) -> None:
+        """Use the operands of AOTAutograd's prologue in place of its results where they are equal."""
         for node, same in ((self.copied[each], self.copied[of]) for each, of in self.captured.unchanged.items()):
             prologue = node.args[0]
             node.replace_all_uses_with(same)
