@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -159,9 +160,34 @@ class Training:
     def world_size(self) -> int:
         return dist.get_world_size()
 
-    def step(self) -> Step:
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
         """Return the context of one step. All ranks enter the same number of steps."""
-        return Step(self)
+        early: RuntimeError | None = None
+        try:
+            vote, work = self._begin()
+        except RuntimeError as error:
+            if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
+                raise
+            # This rank did not vote. Its next collective would match the vote of the others, and gloo would end them.
+            distributed.end_all_groups()
+            if isinstance(error, LostStoreError):
+                raise
+            early = error  # a context cannot skip its block: the error is handled after it
+        try:
+            yield
+            if early is not None:
+                raise early
+            work.wait()
+            is_asked = bool(vote.item())
+        except BaseException as error:
+            if early is None or not isinstance(error, Exception):
+                if not self._lose(error):
+                    raise
+            elif not self._lose(early):
+                raise early from None  # the block's own error follows from it
+            return
+        self._end(is_asked=is_asked)
 
     def _warn(self, text: str) -> None:
         """Log a warning with the process name, because ranks change with each group."""
@@ -200,7 +226,7 @@ class Training:
                     "rank would be lost with it. Call in_backward() without shard and overlap_forward."
                 )
 
-    def _begin(self) -> tuple[torch.Tensor, dist.Work | None]:
+    def _begin(self) -> tuple[torch.Tensor, Any]:
         """Launch the vote, which the step overlaps: whether a process waits to join, and that no rank is lost."""
         if self._has_left:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
@@ -361,48 +387,6 @@ class _Standing(NamedTuple):
     steps: int
     statement: list[Any]
     fingerprint: list[int]  # of its parameters
-
-
-class Step:
-    """The context of one step. A class, because an error on entry is handled only at the end of the block."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._begun: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._error: Exception | None = None
-
-    def __enter__(self) -> None:
-        try:
-            self._begun = self._training._begin()
-        except RuntimeError as error:
-            if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
-                raise
-            # This rank did not vote. Its next collective would match the vote of the others, and gloo would end them.
-            distributed.end_all_groups()
-            if isinstance(error, LostStoreError):
-                raise
-            self._error = error
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        training = self._training
-        if self._error is not None and (error is None or isinstance(error, Exception)):
-            if not training._lose(self._error):
-                raise self._error
-            return True
-        if error is None:
-            assert self._begun is not None
-            vote, work = self._begun
-            try:
-                assert work is not None
-                work.wait()
-                is_asked = bool(vote.item())
-            except RuntimeError as late:
-                if not training._lose(late):
-                    raise
-                return True
-            training._end(is_asked=is_asked)
-            return True
-        return training._lose(error)
 
 
 # --- change of the group --------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from dp_compile import elastic
 from dp_compile._torch.distributed import TCPStore
 from dp_compile.elastic import training as of_elastic
 from dp_compile.elastic.membership import LeftOutError, Members, Registry, TooFewRanksError
-from dp_compile.elastic.training import Step, regroup
+from dp_compile.elastic.training import regroup
 from dp_compile.errors import CommunicationError, ConfigError
 from dp_compile.optim import in_backward
 from dp_compile.replication.module import replica_of
@@ -118,16 +118,16 @@ def test_a_rank_is_killed_and_another_joins(tmp_path, pools):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_an_error_before_the_block_is_not_lost(goes_on):
     """A vote that cannot be launched: the block runs, and then its step is lost, or the error is raised."""
-    early = CommunicationError("a rank is gone")
+    early, step = CommunicationError("a rank is gone"), elastic.Training.step
     training = mock.Mock(_begin=mock.Mock(side_effect=early), _lose=mock.Mock(return_value=goes_on))
-    with nullcontext() if goes_on else pytest.raises(CommunicationError, match="a rank is gone"), Step(training):
+    with nullcontext() if goes_on else pytest.raises(CommunicationError, match="a rank is gone"), step(training):
         pass
     training._lose.assert_called_once_with(early)
     training._lose.return_value = goes_on
-    with nullcontext() if goes_on else pytest.raises(CommunicationError, match="a rank is gone"), Step(training):
+    with nullcontext() if goes_on else pytest.raises(CommunicationError, match="a rank is gone"), step(training):
         raise ValueError("the default process group has not been initialized")
     training._lose.return_value = False
-    with pytest.raises(KeyboardInterrupt), Step(training):
+    with pytest.raises(KeyboardInterrupt), step(training):
         raise KeyboardInterrupt
     training._end.assert_not_called()
 
