@@ -164,7 +164,7 @@ class ReplicateConfig:
         if policy is None:
             return None
         if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
-            return policy.reduce_dtype or policy.param_dtype  # type: ignore[no-any-return]
+            return policy.reduce_dtype or policy.param_dtype
         dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
         return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 

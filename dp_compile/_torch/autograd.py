@@ -45,8 +45,7 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 def counting_versions() -> contextlib.AbstractContextManager[object]:
     """Increment tensor versions in this block also for ops that run below autograd, as in compiled code."""
-    guard: contextlib.AbstractContextManager[object] = _SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False)
-    return guard
+    return _SetExcluded(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -129,8 +128,7 @@ def is_aot_backward(node: object) -> bool:
 def aliasing() -> contextlib.AbstractContextManager[object]:
     """In this block, tensors that alias another tensor are not autograd views of it, as in the engine's own kernels.
     `detach_()` works on them, and Dynamo accepts such a `.grad` after `Module.to` changes its dtype in place."""
-    guard: contextlib.AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
-    return guard
+    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 def has_aot_backwards() -> bool:

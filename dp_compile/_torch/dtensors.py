@@ -60,9 +60,9 @@ def redistributed_as(like: Any, tensor: Any) -> torch.Tensor:
     """Redistribute a DTensor to the placements of `like` on the same mesh, a no-op if equal. Sums partial placements.
     Runs collectives: call it on all ranks of the mesh in the same order. Dynamo can trace this."""
     if tensor.placements == like.placements:
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     with torch.no_grad():
-        return tensor.redistribute(placements=like.placements)  # type: ignore[no-any-return]
+        return tensor.redistribute(placements=like.placements)
 
 
 def groups_that_shard(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -89,8 +89,7 @@ def placements_of(tensor: torch.Tensor | None) -> tuple[str, ...]:
 
 def waited_for(part: Any) -> torch.Tensor:
     """Return a local tensor after waiting for the asynchronous collective that may still write it."""
-    found: torch.Tensor = part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()
-    return found
+    return part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()
 
 
 def parent_of(mesh: Any) -> Any:

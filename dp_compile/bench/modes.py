@@ -200,8 +200,7 @@ class _ReducedInBackward(nn.Module):
             for name, each in self.model.named_parameters()
             if each.requires_grad
         }
-        out: torch.Tensor = functional_call(self.model, reduced, inputs)
-        return out
+        return functional_call(self.model, reduced, inputs)
 
 
 class _Reduced(torch.autograd.Function):
@@ -341,5 +340,4 @@ def mode(name: str) -> Mode:
         return MODES[base]._replace(name=name, prepare=partial(MODES[base].prepare, cap_mb=cap_mb))
     known = f"one of {', '.join(MODES)}, some of them with a bucket cap, 'NAME:MIB', or 'package.module:function'"
     require(bool(base), "a mode", known, name)
-    found: Mode = imported(name, Mode)
-    return found
+    return imported(name, Mode)

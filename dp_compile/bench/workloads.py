@@ -33,8 +33,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Sequential(*(_convolution(inputs, 4 * width, 1, stride) if inputs != 4 * width else ()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (self.body(x) + self.shortcut(x)).relu()
-        return out
+        return (self.body(x) + self.shortcut(x)).relu()
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
@@ -84,8 +83,7 @@ class BagOfWords(nn.Module):
         self.head = nn.Linear(4 * width, classes)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.hidden(self.token(tokens).mean(1)).relu())
-        return logits
+        return self.head(self.hidden(self.token(tokens).mean(1)).relu())
 
 
 def cross_entropy(call: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -143,5 +141,4 @@ def workload(name: str) -> Workload:
         return replace(WORKLOADS[base], name=name, lr=0.001, rule=ADAMW)  # torch's default learning rate
     known = f"one of {', '.join(WORKLOADS)}, each also as 'NAME:adamw', or 'package.module:function'"
     require(bool(base) and base not in WORKLOADS, "a workload", known, name)
-    found: Workload = imported(name, Workload)
-    return found
+    return imported(name, Workload)

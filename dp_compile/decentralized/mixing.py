@@ -151,8 +151,7 @@ class Mixer:
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Launch an all-reduce over the ranks of an edge; `wait` waits for it."""
         with self._naming_missing(edge):
-            work: dist.Work = dist.all_reduce(tensor, op=op, group=self._groups[edge.ranks], async_op=True)
-        return work
+            return dist.all_reduce(tensor, op=op, group=self._groups[edge.ranks], async_op=True)
 
     def wait(self, work: dist.Work, edge: Edge) -> None:
         with self._naming_missing(edge):

@@ -167,8 +167,7 @@ class Registry:
         return bool(self._ask("check", [key]))
 
     def _names(self, key: str) -> list[str]:
-        found: list[str] = self._ask("get", key).decode().splitlines() if self._has(key) else []
-        return found
+        return self._ask("get", key).decode().splitlines() if self._has(key) else []
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         try:

@@ -244,8 +244,7 @@ def _differing(sums: _Sums) -> list[int]:
     if sums.local:
         return []
     reduced = sums.reduced.cpu()
-    places: list[int] = (reduced[0] != ~reduced[1]).nonzero().flatten().tolist()
-    return places
+    return (reduced[0] != ~reduced[1]).nonzero().flatten().tolist()
 
 
 def _launch(replica: Replica, after: int) -> _Sums:

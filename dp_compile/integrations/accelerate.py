@@ -92,7 +92,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         """Same as accelerate's, but for training wrap with `dp_compile.DistributedDataParallel`, then compile."""
         is_again = isinstance(unwrap(model), DistributedDataParallel) and getattr(model, _PREPARED, False)
         if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
-            return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
+            return super().prepare_model(model, device_placement, evaluation_mode)
         refuse_managed(model, "Accelerator.prepare()")
         inner = unwrap(model)
         if _PLAIN_FORWARD in vars(inner) and _PREPARED not in vars(inner):  # prepared earlier, in a discarded wrapper
@@ -118,8 +118,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Same as accelerate's, but also for a compiled model, which accelerate's ignores."""
-        found = AcceleratesOwn.trigger_sync_in_backward(unwrap(model))
-        return cast(contextlib.AbstractContextManager[None], found)
+        return AcceleratesOwn.trigger_sync_in_backward(unwrap(model))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -127,7 +126,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         """Same as accelerate's, but keep the wrapper inside the compiled model passed to it."""
         wrapper = unwrap(model)
         if not keep_torch_compile or wrapper is model or not isinstance(wrapper, DistributedDataParallel):
-            return cast(nn.Module, super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile))
+            return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         inner = super().unwrap_model(wrapper, keep_fp32_wrapper, keep_torch_compile)
         return type(model)(inner, cast(Any, model).dynamo_ctx)
 
@@ -135,8 +134,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Same as accelerate's, but also for compiled models."""
-        found = super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches)
-        return cast(contextlib.AbstractContextManager[None], found)
+        return super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches)
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         given = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()

@@ -90,8 +90,7 @@ def restored(bucket: Bucket, tensor: TensorT, ops: Ops[TensorT]) -> TensorT:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)
 
 
 def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
@@ -100,8 +99,7 @@ def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
         try:
             next(reducing)
         except StopIteration as end:
-            found: TensorT = end.value
-            return found
+            return end.value
 
 
 # --- eager --------------------------------------------------------------------------------------------------------
@@ -283,8 +281,7 @@ REDUCE_GRAD = make_op("reduce_grad(Tensor grad, int index, int replica) -> Tenso
 
 def emit(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
     """Emit the reduction of a gradient: a new tensor with the shape, dtype and strides of `grad`."""
-    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica)
-    return reduced
+    return REDUCE_GRAD(grad, index, replica)
 
 
 def reductions_in(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, int, int]]:

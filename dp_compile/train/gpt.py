@@ -37,8 +37,7 @@ class Attention(nn.Module):
             for part in self.qkv(x).split(width, dim=2)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: torch.Tensor = self.project(mixed.transpose(1, 2).reshape(batch, time, width))
-        return out
+        return self.project(mixed.transpose(1, 2).reshape(batch, time, width))
 
 
 class Block(nn.Module):
@@ -54,8 +53,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
-        out: torch.Tensor = x + self.project(F.gelu(self.expand(self.norm_2(x)), approximate="tanh"))
-        return out
+        return x + self.project(F.gelu(self.expand(self.norm_2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
@@ -82,5 +80,4 @@ class GPT(nn.Module):
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))

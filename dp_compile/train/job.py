@@ -145,8 +145,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> fl
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    value: float = loss.item()  # waits for the GPU, so that steps can be timed
-    return value
+    return loss.item()  # waits for the GPU, so that steps can be timed
 
 
 def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> bool:
