@@ -37,7 +37,8 @@ with named():
     group_of_name: Callable[[str], dist.ProcessGroup] = _c10d._resolve_process_group
     default_store: Callable[[], Store] = _c10d._get_default_store
     set_parameters_to_ignore: Any = TorchDDP._set_params_and_buffers_to_ignore_for_model
-    _get_default_group, _world = _c10d._get_default_group, _c10d._world
+    default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
+    _world = _c10d._world
     _abort_process_group, _set_pg_timeout = _c10d._abort_process_group, _c10d._set_pg_timeout
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
 
@@ -55,7 +56,7 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
     A group may have one backend per device type; without one for this type, its first backend counts. The backend's
     class decides, not the group's backend name: torch returns `undefined` after `init_process_group()` without one.
     """
-    found: Any = group or _get_default_group()
+    found: Any = group or default_group()
     types = [each.type for each in found._device_types] if type(found) is dist.ProcessGroup else []
     if types:  # otherwise a Python process group, which is its own backend
         found = found._get_backend(torch.device(device_type if device_type in types else types[0]))
@@ -77,8 +78,7 @@ def working_device(group: dist.ProcessGroup | None) -> str:
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of all ranks of an n-dimensional mesh. Call it on every rank of the root mesh."""
-    world = dist.group.WORLD
-    assert world is not None
+    world = default_group()
     if sorted(mesh.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(world)):
         return world
     if mesh.mesh_dim_names is None:

@@ -3,8 +3,6 @@
 Import it with `from dp_compile import averaging`. Names, arguments and schedules are torch's.
 """
 
-from dp_compile.averaging.optimizers import OuterOptimizer as OuterOptimizer
-from dp_compile.averaging.optimizers import PeriodicModelAverager as PeriodicModelAverager
-from dp_compile.averaging.optimizers import PostLocalSGDOptimizer as PostLocalSGDOptimizer
+from dp_compile.averaging.optimizers import OuterOptimizer, PeriodicModelAverager, PostLocalSGDOptimizer
 
 __all__ = ["OuterOptimizer", "PeriodicModelAverager", "PostLocalSGDOptimizer"]

@@ -188,8 +188,7 @@ class _ReducedInBackward(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        assert dist.group.WORLD is not None
-        name, backend = distributed.group_name(dist.group.WORLD), distributed.backend_of(None, device().type)
+        name, backend = distributed.group_name(distributed.default_group()), distributed.backend_of(None, device().type)
         reduction = Averaging().reduction(name, backend, dist.get_world_size(), "float32")
         (stage,) = reduction.stages
         self.constants = reduction.scale, stage.reduce_op, stage.group

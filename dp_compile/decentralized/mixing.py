@@ -48,18 +48,22 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb)
 
 
-@dataclass(eq=False, slots=True)
 class MixedBucket:
     """Parameters that are sent together: views of the tensors in `own`, or these tensors themselves.
 
     `received`: the received values of each tensor in `own`, in the memory of `buffer`. `views`: the same by parameter.
     """
 
-    parameters: list[nn.Parameter]
-    own: list[torch.Tensor]
-    received: list[torch.Tensor]
-    views: list[torch.Tensor]
-    buffer: torch.Tensor
+    def __init__(self, bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> None:
+        self.parameters = parameters
+        self.buffer = torch.zeros(bucket.numel, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = self.received = [view_of(member, self.buffer) for member in bucket.members]
+        self.own = [each.detach() for each in parameters]
+        if as_views:
+            memory = torch.zeros_like(self.buffer)
+            self.own, self.received = [memory], [self.buffer]
+            for parameter, member in zip(parameters, bucket.members, strict=True):
+                parameter.data = view_of(member, memory).copy_(parameter)
 
 
 class Mixer:
@@ -81,7 +85,7 @@ class Mixer:
         self._replica = weakref.ref(replica)
         with torch.no_grad():
             self.buckets = [
-                _mixed(bucket, [replica.parameters[member.gradient.index] for member in bucket.members], as_views)
+                MixedBucket(bucket, [replica.parameters[each.gradient.index] for each in bucket.members], as_views)
                 for bucket in replica.plan.buckets
             ]
         self._parameters = replica.parameters
@@ -223,30 +227,19 @@ class Mixer:
         self._groups = {}
 
 
-def _mixed(bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> MixedBucket:
-    buffer = torch.zeros(bucket.numel, dtype=parameters[0].dtype, device=parameters[0].device)
-    views = [view_of(member, buffer) for member in bucket.members]
-    if not as_views:
-        return MixedBucket(parameters, [each.detach() for each in parameters], views, views, buffer)
-    memory = torch.zeros_like(buffer)
-    for parameter, member in zip(parameters, bucket.members, strict=True):
-        parameter.data = view_of(member, memory).copy_(parameter)
-    return MixedBucket(parameters, [memory], [buffer], views, buffer)
-
-
 @dataclass(eq=False)
 class MixingUpdates(Updates):
     """A sink (`replica/sinks.py`) that mixes, clips, updates and sends at the end of each synchronised backward.
 
     `optimizer`: over all or some parameters of the module. `max_norm`: of the gradients of each bucket separately; 0:
-    no clipping. `scaler`: unscales, skips steps, and is updated, all at the end of the backward. `averages_buffers`:
-    global averages include buffers.
+    no clipping. `scaler`: if enabled, unscales, skips steps, and is updated, all at the end of the backward.
+    `averages_buffers`: global averages include buffers.
     """
 
     optimizer: torch.optim.Optimizer
     mixer: Mixer
     max_norm: float
-    scaler: GradScaler | None
+    scaler: GradScaler
     scheduler: LRScheduler | None
     averages_buffers: bool
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -278,7 +271,7 @@ class MixingUpdates(Updates):
         try:
             self._update()
             self.mixer.send()
-            if self.scaler is not None:
+            if self.scaler.is_enabled():
                 self._agree_on_scale(self.scaler)
         except BaseException as error:
             self._broken = (
@@ -306,14 +299,10 @@ class MixingUpdates(Updates):
 
     def _update(self) -> None:
         """Clip and update all parameters; update none if the scaler found a gradient that is not finite."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         for bucket in self.mixer.buckets if self.max_norm > 0 else ():
             torch.nn.utils.clip_grad_norm_(bucket.parameters, self.max_norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-        else:
-            self.optimizer.step()
+        self.scaler.step(self.optimizer)
         for bucket in self.mixer.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None

@@ -103,6 +103,7 @@ def decentralize(
             has_size = is_number(bucket_size_in_mb) and bucket_size_in_mb > 0
             require(has_size, "bucket_size_in_mb", "a number, above 0", bucket_size_in_mb)
             require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
+            used_scaler = scaler or GradScaler(enabled=False)
             world_size, chosen = replica.group.world_size, topology
             if not isinstance(chosen, Topology):
                 local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -117,14 +118,14 @@ def decentralize(
             "topology": f"{chosen.name}, period {chosen.period}, edges {edges}",
             "optimizer": type(made).__qualname__,
             "grad_clip_norm": float(grad_clip_norm),
-            "scaler": scaler is not None and scaler.is_enabled(),
+            "scaler": used_scaler.is_enabled(),
             "buckets": replica.plan.signature(),
         }, CALL)  # fmt: skip
         updates = MixingUpdates(
             made,
             Mixer(replica, chosen, as_views=param_as_bucket_view),
             max_norm=grad_clip_norm,
-            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            scaler=used_scaler,
             scheduler=scheduler,
             averages_buffers=sync_buffer_in_global_avg,
         )

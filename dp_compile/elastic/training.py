@@ -129,8 +129,7 @@ class Training:
         """Parameters and states before the step, if an optimizer updates in the backward."""
         self._losses, self._looked_s, self._written = 0, 0.0, -1
         self.is_joining = bool(os.environ.get(JOIN_VARIABLE))  # trains alone for one step, which compiles, then joins
-        group = dist.group.WORLD
-        assert group is not None
+        group = distributed.default_group()
         self._group_name = distributed.group_name(group)
         self._start_timeout_s = distributed.timeout_of(group, self._device)
         self._timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
@@ -314,8 +313,7 @@ class Training:
         """Create the group of the generation, and copy state to ranks that have finished fewer steps."""
         distributed.end_all_groups()
         _init_process_group(self._registry, timedelta(seconds=self._timeout_s))
-        group, ranks = dist.group.WORLD, dist.get_world_size()
-        assert group is not None
+        group, ranks = distributed.default_group(), dist.get_world_size()
         assert distributed.group_name(group) == self._group_name, "compiled code finds the group by its name"
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -346,15 +344,13 @@ class Training:
 
     def _copy(self, source: int, *, is_behind: bool) -> None:
         """Broadcast the state of `source`. A receiving rank has no valid state until all of it has arrived."""
-        group = dist.group.WORLD
-        assert group is not None
         self._is_whole = not is_behind
         tensors: list[torch.Tensor] = []
         for replica in self._replicas():
             tensors += [*replica.parameters, *(parameter for _, parameter in replica.module.frozen), *replica.buffers]
         is_source = dist.get_rank() == source
         into = [each.detach() if is_behind or is_source else torch.empty_like(each) for each in tensors]
-        distributed.broadcast(into, group, source)
+        distributed.broadcast(into, distributed.default_group(), source)
         given = [each.state_dict() for each in self._states] if is_source else None
         box: list[Any] = [given, [plan_facts(replica) for replica in self._replicas()]]
         dist.broadcast_object_list(box, source, device=self._device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
 
 from dp_compile.config import ReplicateConfig
@@ -23,12 +22,10 @@ class _Wrapping:
         self.replicate_config = options(replicate_config)
         super().__init__(*args, **kwargs)
 
-    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        this: Any = self
+    def _wrap(self: Any, model: nn.Module) -> DistributedDataParallel:
         refuse_managed(model, f"strategy {NAME!r}")
-        device: torch.device = this.root_device
-        device_ids = None if device.type == "cpu" else [device.index]
-        return DistributedDataParallel(model, device_ids=device_ids, config=self.replicate_config, **this._ddp_kwargs)
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        return DistributedDataParallel(model, device_ids=device_ids, config=self.replicate_config, **self._ddp_kwargs)
 
 
 class TrainerStrategy(_Wrapping):
@@ -46,11 +43,10 @@ class TrainerStrategy(_Wrapping):
 
     _setup_model = _Wrapping._wrap
 
-    def _register_ddp_hooks(self) -> None:
-        this: Any = self
-        hook, around = this._ddp_comm_hook, this._ddp_comm_wrapper
+    def _register_ddp_hooks(self: Any) -> None:
+        hook, around = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
-            this.model.register_comm_hook(this._ddp_comm_state, hook if around is None else around(hook))
+            self.model.register_comm_hook(self._ddp_comm_state, hook if around is None else around(hook))
 
     def teardown(self) -> None:
         """As Lightning's, and unreplicate the module."""
