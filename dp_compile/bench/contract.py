@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -95,9 +95,8 @@ class Mode(NamedTuple):
 
 def imported(name: str, kind: type[Any]) -> Any:
     """Call a user's function `package.module:function` and return its result, which must be a `kind`."""
-    module, _, function = name.rpartition(":")
     try:
-        found = getattr(importlib.import_module(module), function)()
+        found = pkgutil.resolve_name(name)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name!r} cannot be made: {type(error).__name__}: {error}") from error
     require(isinstance(found, kind), f"what {name!r} returns", f"a {kind.__name__} of dp_compile.bench", type(found))

@@ -43,38 +43,40 @@ class DPCompileMixin:
     """
 
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
-        _trainer(self)
+        if not isinstance(self, transformers.Trainer):
+            raise ConfigError(
+                f"{type(self).__name__} has DPCompileMixin but is no transformers.Trainer. Derive it from both, the "
+                "mixin first: class MyTrainer(DPCompileMixin, Trainer)."
+            )
         self.replicate_config = replicate_config
         super().__init__(*args, **kwargs)
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self: Any) -> None:
         """Same as the trainer's, then convert its accelerator to ours."""
-        trainer = _trainer(self)
-        if trainer.args.n_gpu > 1:
+        if self.args.n_gpu > 1:
             raise ConfigError(
-                f"one process has {trainer.args.n_gpu} GPUs: transformers would use torch's DataParallel in it. Start "
-                f"a process for each: torchrun --nproc-per-node {trainer.args.n_gpu} ..."
+                f"one process has {self.args.n_gpu} GPUs: transformers would use torch's DataParallel in it. Start "
+                f"a process for each: torchrun --nproc-per-node {self.args.n_gpu} ..."
             )
-        if isinstance(trainer.model, nn.Module):
-            refuse_managed(trainer.model, type(self).__name__)
+        if isinstance(self.model, nn.Module):
+            refuse_managed(self.model, type(self).__name__)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        Accelerator.take_over(trainer.accelerator, self.replicate_config)
+        Accelerator.take_over(self.accelerator, self.replicate_config)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Same as the trainer's, then unreplicate the model."""
-        trainer = _trainer(self)
         # Otherwise a model that evaluation or the last training prepared would pass for a wrapped one.
-        trainer.model_wrapped = trainer.model
+        self.model_wrapped = self.model
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            take_off(unwrap(trainer.model_wrapped))
+            take_off(unwrap(self.model_wrapped))
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Same as the trainer's, but raise an UnsupportedModuleError if the model was not wrapped for reduction."""
         inner, by_hooks = unwrap(model), (self.replicate_config or ReplicateConfig()).uses_python_hook()
         is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
-        has_others = _trainer(self).args.world_size > 1
+        has_others = self.args.world_size > 1
         if has_others and not is_wrapped and any(parameter.requires_grad for parameter in inner.parameters()):
             raise UnsupportedModuleError(
                 f"{class_name(inner)} was not wrapped by dp_compile: it was loaded in shards, or {type(self).__name__} "
@@ -86,13 +88,3 @@ class DPCompileMixin:
 
 class DPCompileTrainer(DPCompileMixin, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` over this package; see `DPCompileMixin`."""
-
-
-def _trainer(of: object) -> Any:
-    """Return the trainer of a mixin. Raise a `ConfigError` if it is no `transformers.Trainer`."""
-    if not isinstance(of, transformers.Trainer):
-        raise ConfigError(
-            f"{type(of).__name__} has DPCompileMixin but is no transformers.Trainer. Derive it from both, the mixin "
-            "first: class MyTrainer(DPCompileMixin, Trainer)."
-        )
-    return of
