@@ -281,11 +281,10 @@ class _AllReduces(Trainer):
         self._buffers = zeros.split(max(1, int(cap_mb * BYTES_PER_MB) // 4))
 
     def around(self, compute: Callable[[], None]) -> None:
-        works = [dist.all_reduce(each, async_op=True) for each in self._buffers]
+        works: list[Any] = [dist.all_reduce(each, async_op=True) for each in self._buffers]
         compute()
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
 
     def step(self, batch: Batch) -> None:
         self.around(lambda: None)
