@@ -28,15 +28,12 @@ LINK_VARIABLE: Final = "DP_COMPILE_LINK"
 REMEMBERED: Final = "remembered"
 NOMINAL: Final = "nominal"
 BACKENDS: Final = ("inductor", "aot_eager")
-DEFAULT_CAP_MB: Final = 25.0
-"""The default of torch's DDP."""
+DEFAULT_CAP_MB: Final = 25.0  # as in torch's DDP
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_BY_PARAMETER: Final = "param_dtype_override_fn"
-"""A field of FSDP2's policy since torch 2.15."""
+_BY_PARAMETER: Final = "param_dtype_override_fn"  # a field of FSDP2's policy since torch 2.15
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
-
 
 _SWITCH: Final = (lambda value: isinstance(value, bool), "True or False")
 _SWITCH_OR_NONE: Final = (lambda value: value is None or isinstance(value, bool), "True, False or None")
