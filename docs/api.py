@@ -18,14 +18,13 @@ from dp_compile.errors import DPCompileError
 HEAD = """\
 # Options and names
 
-Generated from docstrings by `python docs/api.py`; a test compares. `help(dp_compile.replicate)` has all arguments
-and errors. Names that are not listed may change without notice. Options have to be equal on all ranks, which compare
-them.
+`help(dp_compile.replicate)`, and so on, has all arguments and errors. Names that are not listed may change without
+notice. This page is generated from docstrings (`python docs/api.py`).
 """
 
 
+PACKAGES: Final = ("averaging", "elastic", "decentralized", "testing")
 ELSEWHERE: Final = (
-    ("decentralized", "decentralize"),
     ("insight.profile", "measured_step"),
     ("replication.join", "joinable"),
     ("replication.warmup", "WarmupRecord"),
@@ -39,6 +38,8 @@ def document() -> str:
     classes = {name: value for name, value in values.items() if inspect.isclass(value) and not _is_error(value)}
     functions = {name: value for name, value in values.items() if not inspect.isclass(value)}
     in_errors = {name: value for name, value in vars(errors).items() if _is_error(value)}
+    packages = {home: vars(import_module(f"dp_compile.{home}")) for home in PACKAGES}
+    public = {f"{home}.{name}": value for home in PACKAGES for name, value in packages[home].items() if callable(value)}
     elsewhere = {f"{home}.{name}": getattr(import_module(f"dp_compile.{home}"), name) for home, name in ELSEWHERE}
     in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
     in_state = {name: value for name, value in vars(state).items() if _is_public(name, value, state.__name__)}
@@ -46,7 +47,7 @@ def document() -> str:
     parts += ["\n## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
     parts += ["\n## In `dp_compile.errors`\n", *_rows(in_errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
     parts += ["\n## In `dp_compile.state`\n", *_rows(in_state)]
-    parts += ["\n## In other submodules of `dp_compile`\n", *_rows(elsewhere)]
+    parts += ["\n## In other submodules of `dp_compile`\n", *_rows(public | elsewhere)]
     return "\n".join(parts) + "\n"
 
 

@@ -58,17 +58,17 @@ class ReplicateConfig:
     """The options with which a module is replicated. Must be equal on every rank: ranks compare them at the start.
 
     Args:
-        ddp_python_hook: `bool | None`, default `None`. `True`: gradient hooks, which a captured backward replaces by
-            reductions. `False`: torch's own `replicate` or `DistributedDataParallel` replicates the module. `None`: the
-            value of the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, `True` if it is unset.
+        ddp_python_hook: `bool | None`, default `None`. `True`: this package reduces the gradients. `False`: torch's own
+            `replicate` or `DistributedDataParallel` reduces them. `None`: the value of the environment variable
+            `DP_COMPILE_DDP_PYTHON_HOOK`, `True` if it is unset.
         bucket_cap_mb: `float | None`, MiB, default `None`. Bucket size, as in torch's DDP: a bucket is closed when it
-            holds at least this much. The first one of each key is closed at 1 MiB. `math.inf`: one bucket for each key
-            after the first one. `None`: the planner makes the predicted end of the step earliest.
-        cost: `AllReduceCost | None`, default `None`. The cost of an all-reduce, from `calibrate().cost`, with which the
-            planner predicts. `None`: measured at the first `replicate` on a group of such ranks, and cached.
+            holds at least this much, the first one of each dtype and device at 1 MiB. `math.inf`: one bucket per dtype
+            and device, after a first one of 1 MiB. `None`: a planner chooses the buckets for the shortest step.
+        cost: `AllReduceCost | None`, default `None`. Latency and bandwidth of an all-reduce, from `calibrate().cost`,
+            for the planner. `None`: measured when `replicate` first runs on such a group, and cached on disk.
         gradient_divide_factor: `float | None`, default `None`. Divisor of the sum of gradients, as FSDP2's
-            `set_gradient_divide_factor`. `None`: the number of ranks, and NCCL averages in the collective. Otherwise
-            gradients are divided before the sum, in float16 by a power of two near the square root, as in FSDP.
+            `set_gradient_divide_factor`. `None`: the number of ranks. Gradients are divided before the sum; in float16,
+            part of the factor is applied after it, as in FSDP. With NCCL and `None` the collective averages.
         mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. Has the semantics of
             `fully_shard` in the installed torch. `param_dtype`: floating parameters are cast to it for the forward and
             the backward; parameters, `.grad`, state dict and optimizer keep their dtype. `reduce_dtype`: gradients are
@@ -81,21 +81,20 @@ class ReplicateConfig:
             gradient raises an error on every rank. The error names the parameter.
         static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way. Some may be
             unused, as with `find_unused_parameters`.
-        gradient_as_bucket_view: `bool | None`, default `None`. Whether bucket memory persists between backwards, at the
-            same addresses. `True`: for all buckets, so that no step allocates one; forwards then hold this memory, also
-            while gradients are `None`. `False`: for none. `None`: on CPUs, for buckets above 32 MiB, which malloc would
-            map in each backward, and for all buckets of an optimizer with `shard=True`. Gradients are views of their
-            buckets in any case. A gradient that the user keeps is never overwritten: its bucket gets other memory.
-            `aot_eager` always allocates buckets.
+        gradient_as_bucket_view: `bool | None`, default `None`. Whether buckets keep their memory between backwards.
+            `True`: all do. No step allocates a bucket, and forwards hold this memory too. `False`: none does. `None`:
+            on CPUs, those above 32 MiB, which malloc would map in each backward, and all buckets of an optimizer with
+            `shard=True`. Gradients are views of their buckets in any case. A gradient that the user keeps is never
+            overwritten: its bucket gets other memory. The backend `aot_eager` allocates buckets in each backward.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks at the start and after
             each synchronised backward. `False`: each rank keeps its own buffers, whose shapes may then differ.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
             `broadcast_buffers`. With `True`, `broadcast_buffers=False` is torch's `forward_sync_buffers=False`.
-        check_reductions: `bool`, default `True`. Check in each new graph that every gradient is reduced exactly once.
-            Check in each synchronised backward that no rank left a parameter out, reduced another module or changed
-            parameters too early. Flags for this are reduced with the gradients. After 2, 4, 8, ... and each 1,024 of
-            them, check that parameters are equal on all ranks. The last check is off with a comm hook, and on different
-            machines, whose optimizers may round differently.
+        check_reductions: `bool`, default `True`. Check that each new graph reduces every gradient exactly once; that in
+            each synchronised backward no rank left a parameter out, reduced another module or changed parameters too
+            early (by flags that are reduced with the gradients); and that after 2, 4, 8, ... and every 1,024
+            synchronised backwards parameters are equal on all ranks. The last check is off with a comm hook, and
+            between different machines, where optimizers may round differently.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. Blocks the host
             until the gradients are reduced. Leave it off with a `GradScaler`, which handles such gradients itself.
         backend: `str`, default `"inductor"`. Compiler of the backward. `"aot_eager"`: same graph and passes, no code
