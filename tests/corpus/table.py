@@ -30,33 +30,30 @@ REPOSITORIES = {
 HEAD = """\
 # Where data parallelism goes wrong: public reports, run
 
-Each row is a report of people who train data parallel, made into a small program of our own. It was run on two gloo
-ranks under six subjects: torch's `DistributedDataParallel` (DDP), not compiled and under `torch.compile`; torch's
-experimental `python_reducer` (`torch._dynamo.config.optimize_ddp = "python_reducer"`, the backward under compiled
-autograd); torch's newest `replicate`, built on FSDP2 (`torch/distributed/_composable/replicate_with_fsdp.py`), not
-compiled; and this package, under `torch.compile` and not compiled. The code of all six ran; nothing is simulated.
+Each row is a public bug report about data-parallel training, rewritten as a small program. Each program ran on two gloo ranks with
+six implementations: torch's `DistributedDataParallel` (DDP), eager and under `torch.compile`; torch's experimental
+`python_reducer` (`torch._dynamo.config.optimize_ddp = "python_reducer"`, the backward under compiled autograd); torch's newest
+`replicate`, built on FSDP2 (`torch/distributed/_composable/replicate_with_fsdp.py`), eager; and dp_compile, under
+`torch.compile` and eager. The right result is that of one process that trains the plain module on the joint batch, or a
+count. A row shows what the code does in one case, not how often that happens.
 
-What is right comes from one process that trains the plain module on the joint batch, or from a count; it is the same
-for all six. A row is a small program: it shows what the code does there, not how often that happens to anybody.
-
-| cell | what came |
+| cell | result |
 |---|---|
 | right | parameters, gradients and buffers are those of one process, within rounding, or the count is right |
-| refused | an error on every rank that names a parameter, an option or the rank; of dp_compile within 10 s |
-| wrong | no error, and other numbers; the footnote says which value, and by how much |
-| crash | an error of another kind, or the process is aborted |
+| refused | an error on every rank that names a parameter, an option or the rank; with dp_compile within 10 s |
+| wrong | no error, and wrong numbers; the footnote says which value, and by how much |
+| crash | an error that names none of these, or the process is aborted |
 | hang | a rank waits until the time-out of its group, {timeout} here (30 minutes by default for gloo), or longer |
-| - | the subject has no such option, or the report is not about it |
+| - | the implementation has no such option, or the report is not about it |
 """
 
 HOW = """\
 ## How to run it
 
-`python tests/corpus` runs all of it and writes this page; `python tests/corpus --subject ours ddp --row 3a 10` runs a
-part, and prints. A case is a function of `tests/corpus/cases.py` that trains a `Side`: the subject's, and the truth's.
-Forwards and backwards are compiled with `backend="aot_eager"`, but in row 9, which is about Inductor. A rank that is
-lost ends within the time-out of its group: {timeout}, because nothing else tells it from a slow one. CI runs both
-columns of dp_compile for each change, and all of it at night (`tests/corpus/test_corpus.py`).
+`python tests/corpus` runs everything and writes this page. `python tests/corpus --subject ours ddp --row 3a 10` runs a part and
+prints the result. A case is a function of `tests/corpus/cases.py` that trains a `Side`: an implementation, or the one process
+that has the right result. Everything is compiled with `backend="aot_eager"`, except row 9, which is about Inductor. CI runs
+both columns of dp_compile for each change, and everything at night (`tests/corpus/test_corpus.py`).
 """
 
 
@@ -77,8 +74,8 @@ def page(outcomes):
         f"{len(outcomes)} cells in {sum(each.seconds for each in outcomes.values()) / 60:.0f} minutes, "
         f"{sum(each.processor_s for each in outcomes.values()) / 60:.0f} of a processor.",
         "",
-        HOW.format(timeout=_timeouts()),
-        "## How a cell is what it is",
+        HOW,
+        "## Details of cells",
         "",
         *(f"[^{number}]: {text}" for text, number in notes.items()),
     ]
