@@ -30,12 +30,12 @@ REPOSITORIES = {
 HEAD = """\
 # Where data parallelism goes wrong: public reports, run
 
-Each row is a public bug report about data-parallel training, rewritten as a small program. Each program ran on two gloo ranks with
-six implementations: torch's `DistributedDataParallel` (DDP), eager and under `torch.compile`; torch's experimental
-`python_reducer` (`torch._dynamo.config.optimize_ddp = "python_reducer"`, the backward under compiled autograd); torch's newest
-`replicate`, built on FSDP2 (`torch/distributed/_composable/replicate_with_fsdp.py`), eager; and dp_compile, under
-`torch.compile` and eager. The right result is that of one process that trains the plain module on the joint batch, or a
-count. A row shows what the code does in one case, not how often that happens.
+Each row is a public bug report about data-parallel training, rewritten as a small program. Each program ran on two
+gloo ranks with six implementations: torch's `DistributedDataParallel` (DDP), eager and under `torch.compile`; torch's
+experimental `python_reducer` (`torch._dynamo.config.optimize_ddp = "python_reducer"`, the backward under compiled
+autograd); torch's newest `replicate`, built on FSDP2 (`torch/distributed/_composable/replicate_with_fsdp.py`), eager;
+and dp_compile, under `torch.compile` and eager. The right result is that of one process that trains the plain module
+on the joint batch, or a count. A row shows what the code does in one case, not how often that happens.
 
 | cell | result |
 |---|---|
@@ -50,10 +50,11 @@ count. A row shows what the code does in one case, not how often that happens.
 HOW = """\
 ## How to run it
 
-`python tests/corpus` runs everything and writes this page. `python tests/corpus --subject ours ddp --row 3a 10` runs a part and
-prints the result. A case is a function of `tests/corpus/cases.py` that trains a `Side`: an implementation, or the one process
-that has the right result. Everything is compiled with `backend="aot_eager"`, except row 9, which is about Inductor. CI runs
-both columns of dp_compile for each change, and everything at night (`tests/corpus/test_corpus.py`).
+`python tests/corpus` runs everything and writes this page. `python tests/corpus --subject ours ddp --row 3a 10` runs
+a part and prints the result. A case is a function of `tests/corpus/cases.py` that trains a `Side`: an implementation,
+or the one process that has the right result. Everything is compiled with `backend="aot_eager"`, except row 9, which
+is about Inductor. CI runs both columns of dp_compile for each change, and everything at night
+(`tests/corpus/test_corpus.py`).
 """
 
 
