@@ -170,7 +170,7 @@ class ReplicateConfig:
         return self.find_unused_parameters or self.static_graph
 
     def chosen_strategy(self, *, has_policy: bool) -> str:
-        """Return the bucketing strategy: `optimal`, `fixed` (`bucket_cap_mb`) or `per_module` (`bucket_policy`)."""
+        """Return the bucketing strategy: `optimal` (planner), `fixed` (`bucket_cap_mb`), `per_module` (`bucket_policy`)."""
         asked = {"bucket_cap_mb": "fixed"} if self.bucket_cap_mb is not None else {}
         asked |= {"bucket_policy": "per_module"} if has_policy else {}
         asked |= {"cost": "optimal"} if self.cost is not None else {}

@@ -25,7 +25,7 @@ class CommunicationError(DPCompileError, RuntimeError):
 
 
 class VoidBackwardError(CommunicationError):
-    """The backward of a rank failed, but all ranks completed its collectives: training can continue."""
+    """The backward failed on one rank. All ranks completed its collectives: training can continue without its gradients."""
 
 
 class ReductionError(DPCompileError, RuntimeError):

@@ -44,7 +44,7 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
         if dims is None:
             raise ConfigError(
                 f"the tensor's mesh {tensor.device_mesh} is not a slice of {parent}, the parent of device_mesh. Slice "
-                "both from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] here."
+                "both from one mesh: mesh['tp'] for tensor parallel, mesh['dp'] as device_mesh."
             )
         if set(dims) & set(own):
             raise ConfigError(

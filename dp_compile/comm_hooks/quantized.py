@@ -44,7 +44,7 @@ class QuantizedHook(FunctionalHook):
 
     Args:
         dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        block: elements per scale: few, because rows of a matrix differ in magnitude, most of all in embeddings.
+        block: elements that share a scale. Rows of a matrix differ in magnitude, so small blocks are more exact.
         error_feedback: add the quantisation error to the next gradient; takes four bytes of memory per element.
         min_ndim: gradients with fewer dimensions are sent in float32, not quantised; 0 quantises all.
 

@@ -77,7 +77,7 @@ def join(
 
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
-    """Return a replicated module as first member of torch's `Join`: `with Join([joinable(model), optimizer]):`."""
+    """Return a `Joinable` of a replicated module for torch's `Join`, which lists it first: `Join([joinable(model), ...])`."""
     return ReplicaJoinable(module)
 
 
@@ -100,7 +100,7 @@ class ReplicaJoinable(Joinable):
         replica = replica_of(self.module)
         check_supported(replica, (JOIN,))
         if parts_of(inner_module(self.module)):
-            raise ConfigError("join() does not support a module with separately replicated parts.")
+            raise ConfigError("join() does not support separately replicated parts. Replicate the module as a whole.")
         hook = _Membership(self, replica, bool(kwargs.get("divide_by_initial_world_size", True)))
         replica.state.uneven = hook
         return hook

@@ -74,10 +74,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank within `timeout_s`. Returns the results by rank. All are pickled.
+        """Call `function(*args)` on every rank; return the results by rank. All three are pickled.
 
         Raises:
-            RankError: it raised, hung or died on some rank; the pool is stopped.
+            RankError: on some rank it raised or took over `timeout_s`, or the rank died; the pool is stopped.
         """
         results = self._call(function, args, timeout_s)
         if all(ok for ok, _ in results.values()):

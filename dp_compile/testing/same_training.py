@@ -94,7 +94,7 @@ def assert_same_training(
         raise AssertionError("\n  ".join([*lines, hint]))
     if backend is not None and "captured" not in (how := outcomes[0][1]):
         raise AssertionError(
-            f"the training is the same, but no backward was captured: {how}. Compare it with backend=None."
+            f"the training equals DDP's, but no backward was captured: {how}. If that is intended, pass backend=None."
         )
     return max(each.relative for each in found)
 
