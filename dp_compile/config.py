@@ -170,14 +170,14 @@ class ReplicateConfig:
         return self.find_unused_parameters or self.static_graph
 
     def chosen_strategy(self, *, has_policy: bool) -> str:
-        """Return the bucketing strategy: `optimal` (planner), `fixed` (`bucket_cap_mb`), `per_module` (`bucket_policy`)."""
+        """Return the strategy: `optimal` (the planner), `fixed` (`bucket_cap_mb`) or `per_module` (`bucket_policy`)."""
         asked = {"bucket_cap_mb": "fixed"} if self.bucket_cap_mb is not None else {}
         asked |= {"bucket_policy": "per_module"} if has_policy else {}
         asked |= {"cost": "optimal"} if self.cost is not None else {}
         if len(set(asked.values())) > 1:
             raise ConfigError(
                 f"{' and '.join(asked)} exclude each other: buckets end at a size (bucket_cap_mb), with modules "
-                "(bucket_policy), or where the predicted end of the step is earliest (cost)."
+                "(bucket_policy), or where the predicted end of the step is earliest (cost). Keep one."
             )
         return next(iter(asked.values()), "optimal")
 

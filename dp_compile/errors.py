@@ -5,7 +5,7 @@ from typing import TypeGuard
 
 
 class DPCompileError(Exception):
-    """Base of all errors that `dp_compile` raises on purpose."""
+    """Base class of the errors that `dp_compile` itself raises."""
 
 
 class ConfigError(DPCompileError, ValueError):
@@ -25,7 +25,7 @@ class CommunicationError(DPCompileError, RuntimeError):
 
 
 class VoidBackwardError(CommunicationError):
-    """The backward failed on one rank. All ranks completed its collectives: training can continue without its gradients."""
+    """The backward of one rank failed. All ranks completed its collectives, so training can continue."""
 
 
 class ReductionError(DPCompileError, RuntimeError):
@@ -37,7 +37,7 @@ class InvalidGraphError(DPCompileError, RuntimeError):
 
 
 class UnsupportedTorchError(DPCompileError, ImportError):
-    """The installed torch lacks a private name that `dp_compile` needs."""
+    """The installed torch lacks an internal function or class that `dp_compile` needs."""
 
 
 def require(condition: bool, name: str, allowed: str, got: object, hint: str = "") -> None:

@@ -161,7 +161,7 @@ class DecentralizedModule(nn.Module):
         """Replace parameters by their average over all ranks. Every rank calls it, between two steps.
 
         Args:
-            will_revert: keep this rank's parameters for `revert_global_avg`. `False`: training continues from the average.
+            will_revert: keep own parameters for `revert_global_avg`. `False`: training continues from the average.
             return_d2c: return the Euclidean distance of this rank's own parameters to the average.
 
         Raises:

@@ -44,15 +44,15 @@ _registry: Registry | None = None
 def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.default_pg_timeout) -> None:
     """Initialize the default process group, also in a process that joins a training later.
 
-    Returns when every process that the launcher started has arrived or exited. A process that arrives five minutes
-    after the first one is excluded. A joining process is alone in its group until its first step has ended.
+    Returns when every process that the launcher started has called it or exited. A process that calls it more than
+    five minutes after the first one is excluded. A joining process is alone in its group for its first step.
 
     Args:
         backend: as in torch. `timeout`: time-out of every collective, until `Training` sets a shorter one.
 
     Raises:
         ConfigError: the environment has no key-value store of a launcher.
-        LeftOutError: this process arrived too late.
+        LeftOutError: this process called it too late.
     """
     global _registry
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -104,7 +104,7 @@ def report(module: nn.Module) -> Report:
 
 
 def step_of(module: nn.Module) -> Step:
-    """Return a module's plan with its inputs, its latest capture and its latest measurement.
+    """Return a module's latest step: its plan, ready times and link, and what was captured and measured last.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
@@ -140,7 +140,7 @@ def step_of(module: nn.Module) -> Step:
 
 
 def explain(module: nn.Module) -> Explanation:
-    """Return an explanation, to print: what bounds the step, exposed buckets with reasons, and advice.
+    """Return an explanation to print: what bounds the step, which buckets are exposed and why, and advice.
 
     Figures are predictions from the plan, with those of `measure()` if it was used. The first line tells whether
     anything was measured.

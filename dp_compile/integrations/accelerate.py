@@ -65,9 +65,9 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         asked += ["mixed_precision='fp8'"] if self.mixed_precision == "fp8" else []
         if asked:
             raise ConfigError(
-                f"{' and '.join(asked)}: asked for by a plugin, a launcher's question or the environment. dp_compile's "
+                f"{' and '.join(asked)} (from a plugin, `accelerate config` or the environment) is not supported. This "
                 "Accelerator keeps whole parameters on each rank and splits batches only, in float32, 'bf16' or 'fp16'."
-                " Use accelerate's own Accelerator for that."
+                " Use accelerate's own Accelerator instead."
             )
 
     @classmethod

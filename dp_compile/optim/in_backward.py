@@ -100,7 +100,7 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """
     update = _known.get(optimizer)
     if update is None or not _is_installed(update):
-        raise ConfigError("this optimizer does not update in the backward. Nothing has to be removed.")
+        raise ConfigError("this optimizer does not update in the backward. Leave out remove_in_backward().")
     update.remove()
     del _known[optimizer]
     replica = update.setup.replica
@@ -153,8 +153,8 @@ def _check_parameters(replica: Replica, mine: Sequence[int]) -> None:
         first = at.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
         if first != name:
             raise ConfigError(
-                f"{name} shares its memory with {first}: they cannot be updated in the backward one after the other. "
-                "Let both be one nn.Parameter before replicate(), or use the optimizer without in_backward()."
+                f"{name} shares its memory with {first}, so the backward cannot update them separately. Make them one "
+                "nn.Parameter before replicate(), or use the optimizer without in_backward()."
             )
 
 

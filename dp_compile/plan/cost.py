@@ -176,7 +176,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     y = {size: statistics.median(times[size]) for size in sorted(times)}
     smallest, largest, latency_s = min(y), max(y), min(y.values())
     if y[largest] < _GROWTH * latency_s:
-        raise ConfigError("measured times do not grow with the message size: no bandwidth follows. Measure larger messages.")
+        raise ConfigError("times do not grow with the message size: no bandwidth follows. Measure larger messages.")
     slope = min((y[largest] - latency_s) / (largest - smallest), y[largest] / largest)  # no latency below zero
     cost = AllReduceCost(y[largest] - slope * largest, slope)
     return CostFit(cost, statistics.fmean(abs(cost.seconds(size) / taken - 1) for size, taken in y.items()))

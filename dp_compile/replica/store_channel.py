@@ -146,8 +146,8 @@ class StoreChannel:
             if isinstance(error, dist.DistNetworkError) or waited_s < patience_s / 2:
                 raise LostStoreError(
                     f"rank {self.rank} of {self.world_size}: the key-value store does not answer after {waited_s:.1f} "
-                    "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
-                    f"first. torch says: {error}"
+                    "s. The process that serves it has ended: rank 0 or the launcher. Look at its log first. "
+                    f"torch says: {error}"
                 ) from error
             raise MissingRankError from error
 

@@ -48,7 +48,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         init_sync: only `True`: ranks compare their state and receive the first rank's at the start.
         bucket_cap_mb: as in `ReplicateConfig`; without it, `config` determines the bucket boundaries.
         gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
-        forward_sync_buffers: broadcast buffers after each synchronised backward; always done at the start.
+        forward_sync_buffers: `False`: broadcast buffers at the start only, not after each synchronised backward.
         ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
         mp_policy: as in `replicate`, but applied by the wrapper's forward, not by that of `.module`.
         config: all options in one object; an argument given here overrides its field.
@@ -186,7 +186,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards reduce gradients. Settable. Read when a backward starts; torch reads it in the forward."""
+        """Whether backwards reduce gradients. Settable, before a backward (with torch's DDP: before its forward)."""
         return replica_of(self).state.sync
 
     @require_backward_grad_sync.setter

@@ -77,7 +77,7 @@ def join(
 
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
-    """Return a `Joinable` of a replicated module for torch's `Join`, which lists it first: `Join([joinable(model), ...])`."""
+    """Return a replicated module as a torch `Joinable`. List it first: `with Join([joinable(model), optimizer]):`."""
     return ReplicaJoinable(module)
 
 

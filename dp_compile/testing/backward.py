@@ -114,7 +114,7 @@ def assert_plan(seen: SeenBackward, expected: str | os.PathLike[str]) -> None:
 
 
 def assert_graph(seen: SeenBackward, expected: str | os.PathLike[str]) -> None:
-    """Compare the graph, with buckets, launches and waits, with a triple-quoted string, or a golden file given as a `Path`."""
+    """Compare the graph of buckets, launches and waits with a triple-quoted string, or a golden file at a `Path`."""
     _assert_text(seen.graph_text, expected, "graph")
 
 
