@@ -65,7 +65,7 @@ class ReplicateConfig:
             holds at least this much, the first one of each dtype and device at 1 MiB. `math.inf`: one bucket per dtype
             and device, after a first one of 1 MiB. `None`: a planner chooses the buckets for the shortest step.
         cost: `AllReduceCost | None`, default `None`. Latency and bandwidth of an all-reduce, from `calibrate().cost`,
-            for the planner. `None`: measured when `replicate` first runs on such a group, and cached on disk.
+            for the planner. `None`: measured once per number of ranks, device and backend, and cached on disk.
         gradient_divide_factor: `float | None`, default `None`. Divisor of the sum of gradients, as FSDP2's
             `set_gradient_divide_factor`. `None`: the number of ranks. Gradients are divided before the sum; in float16,
             part of the factor is applied after it, as in FSDP. With NCCL and `None` the collective averages.
@@ -89,7 +89,7 @@ class ReplicateConfig:
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks at the start and after
             each synchronised backward. `False`: each rank keeps its own buffers, whose shapes may then differ.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
-            `broadcast_buffers`. With `True`, `broadcast_buffers=False` is torch's `forward_sync_buffers=False`.
+            `broadcast_buffers`. `True` with `broadcast_buffers=False`: copied at the start only.
         check_reductions: `bool`, default `True`. Check that each new graph reduces every gradient exactly once; that in
             each synchronised backward no rank left a parameter out, reduced another module or changed parameters too
             early (by flags that are reduced with the gradients); and that after 2, 4, 8, ... and every 1,024

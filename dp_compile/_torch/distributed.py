@@ -82,7 +82,7 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if sorted(mesh.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(world)):
         return world
     if mesh.mesh_dim_names is None:
-        raise ConfigError("device_mesh needs mesh_dim_names where it does not have all ranks of the default group.")
+        raise ConfigError("device_mesh needs mesh_dim_names unless it has all ranks of the default group.")
     return mesh._flatten().get_group()
 
 

@@ -24,8 +24,8 @@ with warnings.catch_warnings():  # its module uses the TorchScript that torch it
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """Averages parameters in every `period`-th call of `average_parameters`, from call number `warmup_steps` on.
 
-    APIs that take torch's averager accept this subclass. Unlike torch's, it averages every parameter, in place, by
-    dtype (`docs/algorithms.md`).
+    APIs that take torch's averager accept this subclass. Unlike torch's, it averages every parameter, in place, in
+    its own dtype (`docs/algorithms.md`).
     """
 
     @cached_property
@@ -137,7 +137,7 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         super().__init__(optim, self._outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local optimizer's state, which is this rank's own, with `step` and `outer`, equal on all ranks."""
+        """Return the local optimizer's state, which differs by rank, and `step` and `outer`, equal on all ranks."""
         local: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
         return local | {"outer": {"parameters": self._outer.outer, "velocities": self._outer.velocities}}
 

@@ -49,8 +49,8 @@ def refuse_managed(module: nn.Module, by: str) -> None:
     if isinstance(inner, DistributedDataParallel | TorchDDP):
         owner = "dp_compile.DistributedDataParallel" if isinstance(inner, DistributedDataParallel) else "torch's DDP"
         raise UnsupportedModuleError(
-            f"{class_name(unwrap(inner.module))} is wrapped by {owner} already, and {by} wraps it too. Give it the "
-            "model as it was before."
+            f"{class_name(unwrap(inner.module))} is wrapped by {owner} already, and {by} wraps it too. Pass it the "
+            "model without that wrapper."
         )
     if is_replicated(inner):
         raise UnsupportedModuleError(

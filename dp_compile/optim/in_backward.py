@@ -76,7 +76,7 @@ def in_backward(
         before.remove()
     setup = Setup(replica, optimizer, max_norm, scaler)
     if not (mine := setup.indices()):
-        raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
+        raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module.")
     _check_parameters(replica, mine)
     deferred = Deferred(setup) if overlap_forward else None
     update = (Shard if shard else Update)(setup, deferred)

@@ -28,9 +28,9 @@ def check_kind(optimizer: Any) -> None:
     kind = type(optimizer)
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
     if kind in _REFUSED:
-        raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Use it as it is.")
+        raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Leave in_backward out.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Use it as it is.")
+        raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Leave in_backward out.")
 
 
 class Setup:

@@ -223,5 +223,5 @@ def _refuse_compiled_step() -> bool:
     """While Dynamo traces: raise. A compiled step rounds parameters outside the module differently and loses hooks."""
     raise ConfigError(
         "optimizer.step() is compiled, but the optimizer updates in the backward, with its own kernels on every rank. "
-        "Call step() as it is: there is nothing left to compile."
+        "Call step() outside of compiled code."
     )

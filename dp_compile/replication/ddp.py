@@ -197,7 +197,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def reducer(self) -> SimpleNamespace:
-        """A no-op stand-in for torch's C++ reducer, which frameworks prepare before a backward."""
+        """A stand-in for torch's C++ reducer: frameworks call its methods before a backward. They do nothing."""
         calls = "prepare_for_forward", "prepare_for_backward", "_rebuild_buckets", "_delay_all_reduce"
         return SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))
 
