@@ -71,13 +71,13 @@ def test_the_start_on_a_cluster():
 
 
 def test_the_python_that_is_shown_trains(ranks2):
-    parts = ("From DistributedDataParallel", "Save and resume", "Log metrics")
-    quickstart = "\n".join([*(python_of("quickstart.md", each) for each in parts), "print(metrics)"])
+    quickstart = python_of("quickstart.md", "From DistributedDataParallel")
+    quickstart += python_of("quickstart.md", "Save and resume") + python_of("quickstart.md", "Log metrics")
     in_backward = [python_of("tuning.md", "Optimizers in the backward", number) for number in range(4)]
     optimizer = in_backward[0].split("dp_compile.optim.in_backward")[0]
     for code, where, text in (
         (python_of("README.md", "Use it"), "printed", "backwards: 3 captured"),
-        (quickstart, "printed", "backwards: 3 captured"),
+        (f"{quickstart}print(metrics)", "printed", "backwards: 3 captured"),
         (python_of("tuning.md", "Link"), "report", "none yet"),
         (in_backward[0], "report", "2 parameters updated in it"),
         (in_backward[2], "report", "the last backward left 2 updates for the next forward"),

@@ -127,6 +127,14 @@ def test_the_page_of_names_is_that_of_today_and_explains_every_option_and_argume
                 assert re.search(rf"^ +{each}: ", explained, re.MULTILINE), (function.__name__, each)
 
 
+def test_every_section_with_python_is_run_by_a_test():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for path, text in TEXTS.items():
+        parts = re.split(r"^## ", text, flags=re.MULTILINE)
+        headings = [part.partition("\n")[0] for part in parts if "```python" in part]
+        assert [each for each in headings if f'python_of("{path.name}", "{each}"' not in tests] == [], path.name
+
+
 def names_in(file):
     """The tests of a file: `name` or `Class::name`."""
     found = set()

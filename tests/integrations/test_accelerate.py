@@ -321,6 +321,23 @@ def test_every_step_as_transformers(resumed, tmp_path):
 
 
 @NEEDS_TRANSFORMERS
+@pytest.mark.nightly
+@on_ranks("ranks2")
+def test_the_page_of_transformers(tmp_path):
+    from accelerate.state import AcceleratorState
+
+    code = python_of("integrations.md", "transformers Trainer").replace("max_steps=20", "max_steps=2, report_to=[]")
+    with as_launched(), contextlib.chdir(tmp_path):
+        model = trainer_of(False, ".").model
+        AcceleratorState._reset_state(reset_partial_state=True)
+        dataset = [{name: row[0] for name, row in padded([each]).items()} for each in texts()]
+        names = {"model": model, "dataset": dataset}
+        exec(code.replace("torch_compile=True", 'torch_compile_backend="aot_eager"'), names)
+        dist.barrier()
+        assert Path("fine_tuned/model.safetensors").exists()
+
+
+@NEEDS_TRANSFORMERS
 @on_ranks("ranks2")
 def test_models_that_would_not_be_reduced(tmp_path):
     from dp_compile.integrations import transformers as ours

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from docs_scripts import python_of
 from launched import as_launched, assert_same_steps
 from on_ranks import on_ranks
 from torch import nn
@@ -133,6 +134,16 @@ def fit(package, ours, case, folder):
 def test_every_step_as_ddp(package, case, tmp_path):
     with quickly():
         assert_same_steps(fit(package, True, case, str(tmp_path)), fit(package, False, case, str(tmp_path)))
+
+
+@pytest.mark.nightly
+@on_ranks("ranks2")
+def test_the_page(tmp_path):
+    boring = import_module("lightning.pytorch.demos.boring_classes")
+    names = {"module": module_of(boring), "loader": torch.utils.data.DataLoader(boring.RandomDataset(32, 8), 4)}
+    with quickly(), contextlib.chdir(tmp_path):
+        exec(python_of("integrations.md", "Lightning").replace("(module)", "(module, backend='aot_eager')"), names)
+    assert names["module"].told == {"captured"}
 
 
 def by_fabric(strategy, folder):

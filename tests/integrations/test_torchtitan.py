@@ -9,6 +9,7 @@ import pytest
 import titan_jobs
 import torch
 import torch.distributed as dist
+from docs_scripts import python_of
 from launched import as_launched, assert_same_steps
 from on_ranks import on_ranks
 from torch import nn
@@ -33,8 +34,8 @@ def titan_ranks():
 
 
 def with_ours(config):
-    from dp_compile.integrations.torchtitan import parallelize
-
+    exec(python_of("integrations.md", "torchtitan"), names := {})
+    parallelize = names["debugmodel"]().model_spec.parallelize_fn
     config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=parallelize)
     return config
 
