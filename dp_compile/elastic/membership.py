@@ -174,6 +174,6 @@ class Registry:
             return getattr(self._store, operation)(*arguments)
         except RuntimeError as error:
             raise LostStoreError(
-                f"process {self.process}: the launcher's key-value store does not answer. It has ended with `python -m "
-                f"dp_compile.elastic`: restart the training from a checkpoint. torch says: {error}"
+                f"process {self.process}: the launcher's key-value store does not answer, because `python -m "
+                f"dp_compile.elastic` has ended. Restart the training from a checkpoint. torch says: {error}"
             ) from error
