@@ -9,7 +9,7 @@ class DPCompileError(Exception):
 
 
 class ConfigError(DPCompileError, ValueError):
-    """An option has a value that is not allowed."""
+    """An option is unknown, or has a value that is not allowed."""
 
 
 class UnsupportedModuleError(DPCompileError, ValueError):

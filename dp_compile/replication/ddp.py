@@ -23,7 +23,7 @@ from dp_compile.replica.group import resolve_group
 from dp_compile.replica.precision import ATTRIBUTE, Precision
 from dp_compile.replication.join import ReplicaJoinable, join
 from dp_compile.replication.module import ReplicatedModule, moved, remove_forward_hooks, replica_of, unwrap
-from dp_compile.replication.replicate import OPTIONS, merge_options, options_of_torch, replicate_module
+from dp_compile.replication.replicate import OPTIONS, checks_names, merge_options, options_of_torch, replicate_module
 from dp_compile.replication.selection import device_of, is_waiting
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         theirs = {name: value for name, value in given.items() if name not in {"self", "config", *OPTIONS}}
         return TorchDDP(**options_of_torch(options, group), **theirs)
 
+    @checks_names
     def __init__(
         self,
         module: nn.Module,
@@ -85,9 +86,9 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        *,
         device_mesh: DeviceMesh | None = None,
         forward_sync_buffers: bool | None = None,
-        *,
         ddp_python_hook: bool | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         config: ReplicateConfig | None = None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import partial, wraps
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,11 +51,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 CALL: Final = "replicate()"
 OPTIONS: Final = frozenset(each.name for each in dataclasses.fields(ReplicateConfig))
 """The names of all options, which are also argument names of `replicate` and of the wrapper class."""
 
+_REMEDIES: Final = {  # for arguments of torch's DDP that an entry point does not have
+    "mixed_precision": "pass mp_policy, a torch.distributed.fsdp.MixedPrecisionPolicy",
+    **dict.fromkeys(
+        ("delay_all_reduce_named_params", "param_to_hook_all_reduce"), "leave it out: the planner orders all reductions"
+    ),
+    "skip_all_reduce_unused_params": "call requires_grad_(False) on unused parameters first: they are not reduced then",
+    "init_sync": "leave it out: ranks start from the first rank's state",
+    "forward_sync_buffers": "pass broadcast_buffers, and init_sync_buffers in config",
+    "bucket_cap_mb_list": "pass bucket_cap_mb for all buckets, or leave it out: the planner chooses each size",
+    "batched_grad_copy": "leave it out: compiled backwards compute gradients in their buckets",
+}
 
+
+def checks_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap an entry point: an unknown keyword argument raises a ConfigError with the nearest name or the remedy."""
+    allowed = inspect.signature(function).parameters.keys() - {"self"}
+    entry = f"{function.__qualname__.removesuffix('.__init__')}()"
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - allowed:
+            nearest = get_close_matches(name, sorted(allowed | OPTIONS), 1, 0.5)
+            if not nearest:
+                remedy = f"its arguments are {', '.join(sorted(allowed))}"
+            elif nearest[0] in allowed:
+                remedy = f"did you mean {nearest[0]}?"
+            else:
+                remedy = f"pass config=dp_compile.ReplicateConfig({nearest[0]}=...)"
+            raise ConfigError(f"{entry} has no argument {name}: {_REMEDIES.get(name, remedy)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@checks_names
 def replicate(
     module: ModuleT,
     *,

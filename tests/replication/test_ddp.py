@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 import os
 import pickle
@@ -79,6 +80,9 @@ def test_options_that_are_refused():
     policy, replicate = MixedPrecisionPolicy(torch.bfloat16), dp_compile.replicate
     config = dp_compile.ReplicateConfig(ddp_python_hook=False, mp_policy=policy, check_nan=True)
     by_policy = {"ddp_python_hook": False, "bucket_policy": {nn.Linear}}
+    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (DistributedDataParallel, TorchDDP))
+    positional = [name for name, each in ours.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert positional == list(theirs)[: len(positional)]
     for make, options, message in (
         *(
             (make, {"config": config}, "not have mp_policy and check_nan")
@@ -90,6 +94,11 @@ def test_options_that_are_refused():
         (DistributedDataParallel, {"device_ids": [0, 1]}, "device_ids must hold one device"),
         (DistributedDataParallel, {"device_ids": [0]}, "0.weight is on cpu, device_ids says cuda:0"),
         (DistributedDataParallel, {"bucket_cap_mb": -3}, "bucket_cap_mb must be > 0 .*, got -3"),
+        *((DistributedDataParallel, {name: None}, f"no argument {name}: ") for name in theirs if name not in ours),
+        (DistributedDataParallel, {"mixed_precision": None}, "mixed_precision: pass mp_policy"),
+        (replicate, {"backend": "aot_eager"}, r"pass config=dp_compile.ReplicateConfig\(backend=...\)"),
+        (replicate, {"bucket_size_mb": 5}, r"^replicate\(\) has no argument .*: did you mean bucket_cap_mb"),
+        (replicate, {"typo": 5}, "its arguments are broadcast_buffers, .*, static_graph"),
     ):
         with pytest.raises(dp_compile.ConfigError, match=message):
             make(build(), **options)
