@@ -81,4 +81,4 @@ def describe_plan(replica: Replica) -> str:
     if certificate is None:
         return f"{planning.strategy}, {size}"
     above = percent_above(certificate.ratio)
-    return f"{planning.strategy}, {size}, predicted end {above} the best any plan could do ({planning.ready.basis})"
+    return f"{planning.strategy}, {size}, end {above} the best any plan could do, backward {planning.ready.basis}"

@@ -114,7 +114,7 @@ class Explanation:
             off = None if self.end_s is None or not seen.end_s or step.has_two_halves else self.end_s / seen.end_s - 1
             yield f"measured: {seen}" + ("" if off is None else f"; predicted end {off:+.1%}")
         if seen and step.ready.backward_s is None:
-            yield f"length of the backward: measured on rank {seen.rank}; planned before that: {step.ready.basis}"
+            yield f"backward: measured on rank {seen.rank}; for the plan {step.ready.basis}"
         else:
             yield f"backward: {step.ready.basis}"
         yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"

@@ -37,8 +37,8 @@ class Report:
     """The state of one replicated module: its plan, its captures, and counts of its backwards by kind of reduction.
 
     `updates`: optimizers that update in the backward, with their savings. `why_not_captured`: the reason if a comm hook
-    is called with each bucket. `promise`: the predicted end of a plan that was made from a cost. `notes`: a
-    `gradient_divide_factor`, the measured backward, bucket memory that persists between backwards.
+    is called with each bucket. `notes`: a `gradient_divide_factor`, the measured backward, bucket memory that persists
+    between backwards, the inputs of a plan that was made from a cost.
     """
 
     mode: str
@@ -48,13 +48,14 @@ class Report:
     backwards: Mapping[str, int] = field(default_factory=dict)
     updates: str = ""
     why_not_captured: str = ""
-    promise: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        head = f"mode: {self.mode}, {count(self.world_size, 'rank')}"
+        if not self.plan.buckets:
+            return f"{head}; torch's module does not count its backwards"
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
-        lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
-        lines += [self.updates, self.why_not_captured, *self.notes, self.promise, str(self.plan)]
+        lines = [f"{head}; backwards: {ways}", self.updates, self.why_not_captured, *self.notes, str(self.plan)]
         lines += [f"captured backward {number}: {record}" for number, record in enumerate(self.captures)]
         return in_columns("\n".join(filter(None, lines)))
 
@@ -62,7 +63,7 @@ class Report:
 def report(module: nn.Module) -> Report:
     """Return the plan of a replicated module, its captures, and counts of its backwards.
 
-    If torch's own DDP reduces the gradients (`ddp_python_hook=False`), the report has only this fact.
+    If torch's own DDP reduces the gradients (`ddp_python_hook=False`), the report has only this and the ranks.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
@@ -78,18 +79,11 @@ def report(module: nn.Module) -> Report:
         which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
         kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
         notes.append(f"memory that backwards use again: {kept}{'' if replica.plan.keeps_memory else which}")
-    promise = ""  # without milliseconds: the backward was not timed, and they would look measured
     if (certificate := replica.planning.certificate) is not None:
-        ready = replica.planning.ready
-        work = "as the parameters' elements" if ready.basis == ASSUMED else "estimated from the captured graph"
-        is_nominal = certificate.crosses and ready.nominal_s is not None
-        length = "what it takes on a nominal device" if is_nominal else "as long as the communication"
-        promise = (
-            f"{replica.planning.strategy}: {count(len(replica.plan.buckets), 'bucket')}\n"
-            f"  if the backward took {length}: predicted end {certificate.promise}; with the length "
-            f"that was measured: explain()\n  work of the backward: {work}\n"
-            f"  planned for an all-reduce that takes {certificate.cost}"
-        )
+        is_assumed = replica.planning.ready.basis == ASSUMED
+        work = "is assumed proportional to the elements" if is_assumed else "was estimated from the captured graph"
+        asked = f"for an all-reduce that takes {certificate.cost} and a backward whose work {work}"
+        notes.append(f"planned {asked}: {replica.planning.strategy}; explain() has the predicted times")
     return Report(
         replica.mode,
         replica.group.world_size,
@@ -98,7 +92,6 @@ def report(module: nn.Module) -> Report:
         dict(replica.history.backwards),
         updates="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
         why_not_captured="" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}",
-        promise=promise,
         notes=tuple(notes),
     )
 
@@ -114,12 +107,12 @@ def step_of(module: nn.Module) -> Step:
         raise UnsupportedModuleError("no gradient of this module is reduced: there is nothing to explain.")
     if not replica.history.synced_backwards:
         raise UnsupportedModuleError(
-            "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
-            "dp_compile.warmup(), first."
+            "no synchronised backward of this module has run. Run a forward and a backward first, "
+            "outside of no_sync(), or call dp_compile.warmup()."
         )
     group, given = replica.group, replica.config.cost
     found = f"{NOMINAL} for {group.backend}, not measured"
-    found = found if group.measured is None else "measured on such ranks, in factors of two"
+    found = found if group.measured is None else "measured on ranks of this kind, rounded to powers of two"
     return Step(
         mode=replica.mode,
         strategy=replica.planning.strategy,

@@ -16,7 +16,6 @@ from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, link, ring_or_tree, w
 from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.planner import plan_fixed, plan_optimal
 from dp_compile.plan.reduction import ALL_REDUCE, Stage
-from dp_compile.plan.words import count
 from dp_compile.replica.record import SHARDED
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -44,7 +43,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
     require(dtype is None or dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     cost, source = _cost_on(step, ranks, link)
     timed = "measured" if step.measured is not None else step.ready.basis
-    basis = timed if step.is_timed else "as long as the step's communication, assumed"
+    basis = timed if step.is_timed else "assumed to take as long as the communication of the step"
     ready = replace(step.ready, backward_s=step.backward_s, basis=basis)
     other = replace(step, ready=ready, world_size=ranks, cost=cost)
     other = other if dtype is None else sent_in(other, dtype)
@@ -71,7 +70,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
     if step.world_size == 1:
         raise ConfigError(f"the step ran on 1 rank, so the cost on {ranks} is not known. Give a link.")
     cost = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=inside)
-    return cost, f"{step.cost_source}, {count(step.world_size, 'rank')}; computed for {ranks} on such a link"
+    return cost, f"{step.cost_source}; computed for {ranks} ranks from the cost on {step.world_size}"
 
 
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:

@@ -31,8 +31,8 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound, release_times, weights_of
 from dp_compile.plan.words import BYTES_PER_MB
 
-ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
-ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
+ASSUMED: Final = "assumed to take as long as the communication, with work in proportion to the elements"
+ESTIMATED: Final = "assumed to take as long as the communication, with work estimated from the captured graph"
 
 # Factors by which the network may be slower, compared with the backward, than estimated; the estimate itself is first.
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
@@ -134,14 +134,6 @@ class Certificate:
     @property
     def ratio(self) -> float:
         return self.makespan_s / self.bound_s if self.bound_s else 1.0
-
-    @property
-    def promise(self) -> str:
-        """Distance of the makespan from the bound, as text."""
-        best = f"{percent_above(self.ratio)} the best any plan could do"
-        off = f"with speeds off by {min(ERROR_BAND):g}x to {max(ERROR_BAND):g}x"
-        halves = "of backward and next forward " if self.crosses else ""
-        return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
 
 
 def percent_above(ratio: float) -> str:

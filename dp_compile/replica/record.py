@@ -81,7 +81,7 @@ class CaptureRecord:
 
     def __str__(self) -> str:
         words = self.reductions - self.hooks - self.completed
-        flags = f" + {count(words, 'flag word')}" if words > 0 else ""
+        flags = f" + {count(words, 'status word')}" if words > 0 else ""
         head = (
             f"{count(self.hooks, 'gradient')}{flags} -> {count(self.collectives, 'collective')}, "
             f"{count(self.graphs, 'graph')}"

@@ -252,7 +252,7 @@ class Replica:
         """The kind of reduction, as text for users."""
         if not self.state.reduces_gradients:
             return "no reductions"
-        return "python hooks" if self.called_hook is None else f"python hooks, comm hook {self.called_hook.name}"
+        return "dp_compile" if self.called_hook is None else f"dp_compile, comm hook {self.called_hook.name}"
 
     @property
     def called_hook(self) -> CommHook | None:

@@ -329,9 +329,9 @@ def state_of(module: nn.Module) -> Replica | Pending:
     state = find_state(module)
     if state is None and distributed.is_reduced_by_torch(unwrap(module)):
         raise UnsupportedModuleError(
-            f"torch's own DDP reduces the gradients of {class_name(unwrap(module))}, as ddp_python_hook=False or "
-            f"{HOOK_VARIABLE}=0 asks. Of this package only no_sync(), warmup() and report() work then; leave this "
-            "call out."
+            f"torch's own DDP reduces the gradients of {class_name(unwrap(module))}, as with the off-switch "
+            f"{HOOK_VARIABLE}=0 or ddp_python_hook=False. This call needs dp_compile's hooks: leave it out, or switch "
+            "them on. no_sync(), warmup() and report() work in both modes."
         )
     if state is None:
         raise UnsupportedModuleError(

@@ -458,7 +458,7 @@ def test_a_bucket_sends_what_its_hook_hands_out():
 
     buckets = bucket_of(gradients, PACKED), bucket_of([flags], PACKED)
     base = step_of_buckets(1)
-    step = Step("python hooks", "fixed", 4, GLOO, "cpu", BucketPlan(buckets), base.ready, base.cost, "stated")
+    step = Step("dp_compile", "fixed", 4, GLOO, "cpu", BucketPlan(buckets), base.ready, base.cost, "stated")
     expected = sum(step.cost.seconds(nbytes) for nbytes in (*sent, flags.nbytes))
     assert step.communication_s == pytest.approx(expected, rel=1e-9)
     assert Step.from_json(step.to_json()).communication_s == predict(step).communication_s == step.communication_s

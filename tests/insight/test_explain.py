@@ -53,7 +53,7 @@ PLAN = plan_buckets(GRADIENTS, bucket_cap_mb=30, first_bucket_cap_mb=30, alignme
 def step(backward_s, **changes):
     """Three gradients of 32, 32 and 8 MiB at 10 GB/s: 3.4 + 3.4 + 0.8 ms, in three buckets."""
     made = Step(
-        mode="python hooks",
+        mode="dp_compile",
         strategy="fixed",
         world_size=8,
         backend=NCCL,
@@ -97,8 +97,8 @@ def test_a_compute_bound_step_that_was_measured():
         text,
         """\
 Compute-bound: 1.50 ms exposed of 42.5 ms, measured on rank 1.
-  8 ranks, nccl on cuda, python hooks, fixed: 3 buckets, 4 gradients, 72.0 MiB,
-    5 captured
+  8 ranks, nccl on cuda, dp_compile, fixed: 3 buckets, 4 gradients, 72.0 MiB, 5
+    captured
   predicted end of backward and communication 40.9 ms, at best 40.9 ms (1.000);
     exposed 0.889 ms
   compute 40.0 ms, communication 7.70 ms
@@ -106,7 +106,7 @@ Compute-bound: 1.50 ms exposed of 42.5 ms, measured on rank 1.
     predicted end -3.8%
   backward: measured
   link: an all-reduce takes 50 us + nbytes / (10 GB/s), measured on this group
-  captured backward: 4 gradients + 1 flag word -> 3 collectives, 1 graph
+  captured backward: 4 gradients + 1 status word -> 3 collectives, 1 graph
     refused all_reduce_1: not a gradient
     simulated peak memory: 300.0 MiB, as torch's DDP 400.0 MiB
     computed in their buckets: 80.0% of 40.0 MiB
@@ -179,7 +179,7 @@ def test_the_command(tmp_path, capsys):
 def test_explains_a_module():
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 4))
     dp_compile.replicate(model, config=AOT)
-    with pytest.raises(dp_compile.UnsupportedModuleError, match="nothing to explain yet"):
+    with pytest.raises(dp_compile.UnsupportedModuleError, match="Run a forward and a backward first"):
         dp_compile.explain(model)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):

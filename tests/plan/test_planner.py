@@ -247,7 +247,6 @@ def test_what_a_plan_for_two_halves_promises():
         assert promise.crosses
         assert promise.bound_s == pytest.approx(bound_s, rel=1e-3)
         assert 1.0 <= promise.ratio <= promise.worst_ratio
-        assert promise.promise.startswith("of backward and next forward ")
     assert plan_crossing(planned([4]), said, SECOND_A_BYTE, cuts=False).certificate is None
 
 

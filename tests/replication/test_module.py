@@ -202,7 +202,7 @@ class TestCommHooks:
             for model in (dp_compile.replicate(Net()), dp_compile.DistributedDataParallel(Net())):
                 with pytest.raises(dp_compile.ConfigError, match=message):
                     model.register_comm_hook(None, hook)
-                assert dp_compile.report(model).mode == "python hooks"
+                assert dp_compile.report(model).mode == "dp_compile"
         model = dp_compile.replicate(Net(), config=AOT)
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         with unsupported(match="Net has a comm hook already, allreduce_hook"):
@@ -225,7 +225,7 @@ class TestCommHooks:
             output = model(torch.ones(3, 4))
             text = f"comm hook {hook.__name__} is called with each bucket: {why}"
             assert dp_compile.report(model).why_not_captured.startswith(text)
-            assert dp_compile.report(model).mode == f"python hooks, comm hook {hook.__name__}"
+            assert dp_compile.report(model).mode == f"dp_compile, comm hook {hook.__name__}"
             if hook is local_hook:  # the other one needs a future that holds something
                 output.sum().backward()
                 assert len(state) > 0

@@ -64,7 +64,7 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path):
     assert losses[-1] < losses[0] - 0.5
     assert re.search(r"^step    22  loss \S+  \S+ ms/step, \S+ tokens/s$", out, re.MULTILINE)
     assert "2 on cpu (gloo)" in out
-    assert "mode: python hooks, 2 ranks, backwards: 22 captured" in out
+    assert "mode: dp_compile, 2 ranks; backwards: 22 captured" in out
     assert re.search(r"^plan: 3 buckets, 16 gradients", out, re.MULTILINE), out
     assert "check passed" in out
     step = Step.from_json(saved.read_text())
