@@ -190,7 +190,7 @@ class Training:
 
     def _warn(self, text: str) -> None:
         """Log a warning with the process name, because ranks change with each group."""
-        logger.warning("process %s: %s", self._registry.process, text)
+        logger.warning("dp_compile, process %s: %s", self._registry.process, text)
 
     @property
     def _device(self) -> torch.device:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import textwrap
 import time
 import traceback
 from collections import Counter
@@ -310,16 +311,15 @@ _USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.
 
 
 def described(error: BaseException) -> str:
-    """Return why a capture failed, with cause and place. Dynamo's first line is just "a function marked as skipped"."""
+    """Return the place and, in 100 characters, the reason of a failed capture. Dynamo's first line names no cause."""
     text = str(error)
     first_line, *_ = text.strip().split("\n")
-    parts = [f"{type(error).__name__}: {first_line}"]
-    if more := _CONTEXT.search(text) or _EXPLANATION.search(text):
-        parts.append(f"({more[1].strip()})")
+    more = _CONTEXT.search(text) or _EXPLANATION.search(text)
+    reason = f"{type(error).__name__}: {first_line}" + (f" ({more[1].strip()})" if more else "")
+    reason = textwrap.shorten(reason, 100, placeholder=" ...")
     # If the text names no line of user code, use the line that called backward().
     called = [(each.filename, str(each.lineno), each.name) for each in traceback.extract_stack()]
     for file, line, function in reversed([*called, *_USER_LINE.findall(text)]):
         if not file.startswith(_OURS):
-            parts.append(f"at {file}:{line} in {function}")
-            break
-    return " ".join(parts)
+            return f"at {file}:{line} in {function}: {reason}"
+    return reason

@@ -263,6 +263,7 @@ def _unused_message(replica: Replica, reduced: _Reduced) -> str:
             if rank != channel.rank:
                 ranks.setdefault(str(left_out), []).append(rank)
         where |= {ranks_in_words(each): stated[each[0]] for each in ranks.values()}
+        where = {"all ranks": list(here)} if all(each == list(here) for each in stated) else where
     parts = "; ".join(
         f"without a gradient on {place}: {replica.name_list(indices)}" for place, indices in where.items() if indices
     )

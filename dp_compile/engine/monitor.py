@@ -29,7 +29,7 @@ from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine.flags import in_one_line
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.words import count, ranks_in_words
-from dp_compile.replica.replica import Replica
+from dp_compile.replica.replica import Replica, warn
 from dp_compile.replica.store_channel import (
     COMPILING,
     Progress,
@@ -157,7 +157,7 @@ class Watched:
             self._warnings += 1
             text = self.describe()
             if self in _backwards:
-                logger.warning("waiting for %.0f s in a backward. %s", waited_s, text)
+                warn(logger, "waiting for %.0f s in a backward. %s", waited_s, text)
 
 
 _backwards: Final[list[Watched]] = []

@@ -378,9 +378,9 @@ def warn_once(logger: logging.Logger, replicas: Iterable[Replica], message: str,
 
 
 def warn(logger: logging.Logger, message: str, *args: object, **options: Any) -> None:
-    """Log a warning with this rank's number, because ranks often share one log stream."""
+    """Log a warning with this rank's number, because ranks and packages often share one log stream."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    logger.warning(f"rank {rank}: {message}", *args, **options)
+    logger.warning(f"dp_compile, rank {rank}: {message}", *args, **options)
 
 
 class Owners:

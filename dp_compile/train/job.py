@@ -10,13 +10,14 @@ import argparse
 import copy
 import os
 import platform
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,7 @@ def _steps(options: argparse.Namespace, model: nn.Module, twin: nn.Module | None
     compiled, optimizer = torch.compile(model), make_optimizer(model, options)
     if twin is not None:
         ddp, their_optimizer = DistributedDataParallel(twin), make_optimizer(twin, options)
-    say("compiling ...")
+    say("compiling the first step ...", sys.stderr)
     seconds = 0.0
     with ExitStack() as measuring:
         for step, batch in zip(range(1, options.steps + 1), batches(text), strict=False):
@@ -164,9 +165,9 @@ def compare(model: nn.Module, twin: nn.Module, options: argparse.Namespace) -> b
     return largest <= TOLERANCE
 
 
-def say(text: str) -> None:
+def say(text: str, file: TextIO | None = None) -> None:
     if dist.get_rank() == 0:
-        print(text, flush=True)
+        print(text, file=file, flush=True)
 
 
 _SKIPPED: Final = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}

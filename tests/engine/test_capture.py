@@ -109,7 +109,7 @@ def test_obstacles_take_the_eager_way(obstacle, said, caplog):
                 parameter.grad.detach_()  # no view for autograd, though it lies in a bucket
     assert twin.report.backwards == {"captured": 1, "eager hooks": 2}
     (message,) = (each.message for each in caplog.records if each.name.startswith("dp_compile."))
-    assert message.startswith("rank 0: a backward is not captured, its hooks run eagerly: ")
+    assert message.startswith("dp_compile, rank 0: a backward is not captured, its hooks run eagerly: ")
     assert said in message
 
 

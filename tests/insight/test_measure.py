@@ -96,7 +96,8 @@ def test_what_is_not_measured_has_a_reason(caplog):
     with dp_compile.measure(model) as measurement:
         pass
     assert measurement.step is None
-    assert f"rank 0: nothing was measured: {measurement.why_not}" in [each.message for each in caplog.records]
+    said = f"dp_compile, rank 0: nothing was measured: {measurement.why_not}"
+    assert said in [each.message for each in caplog.records]
     with dp_compile.measure(model) as measurement:
         train(model, run, 3)
         with dp_compile.no_sync(model):
@@ -160,7 +161,7 @@ def test_a_late_compilation_is_said(caplog):
     assert "compiled new code" not in caplog.text
     train(model, run, 3, batch=6)
     (said,) = [each.message for each in caplog.records if "compiled new code" in each.message]
-    assert said.startswith("rank 0: synchronised backward 13 compiled new code, which added ")
+    assert said.startswith("dp_compile, rank 0: synchronised backward 13 compiled new code, which added ")
 
 
 WAYS = {
