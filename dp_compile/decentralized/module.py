@@ -212,8 +212,7 @@ def _warn_of_own_parameters(module: nn.Module, *_: Any) -> None:
     mixer.has_warned = True
     warnings.warn(
         f"dp_compile: state_dict() of a decentralized module returns the parameters of rank {mixer.rank}, which differ "
-        "from those of other ranks. For the trained model, call it inside `with model.global_average():` on every "
-        "rank. This warning is issued once.",
+        "from those of other ranks. For the trained model, call it in `with model.global_average():` on every rank.",
         stacklevel=3,
     )
 

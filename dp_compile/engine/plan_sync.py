@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from dp_compile.plan.crossing import plan_crossing
-from dp_compile.plan.planner import PlanResult, ReadyTimes, percent_above, plan_optimal
+from dp_compile.plan.planner import PlanResult, ReadyTimes, plan_optimal
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.replica.gradients import gradient_specs
 from dp_compile.replica.replica import Replica
@@ -80,5 +80,5 @@ def describe_plan(replica: Replica) -> str:
     certificate, size = planning.certificate, f"{buckets}, {format_bytes(replica.plan.nbytes)}"
     if certificate is None:
         return f"{planning.strategy}, {size}"
-    above = percent_above(certificate.ratio)
-    return f"{planning.strategy}, {size}, end {above} the best any plan could do, backward {planning.ready.basis}"
+    ratio = f"end / best possible end {certificate.ratio:.3f}"
+    return f"{planning.strategy}, {size}, predicted {ratio}, backward {planning.ready.basis}"

@@ -21,7 +21,6 @@ from dp_compile.insight.profile import events_of, measured_steps
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, typical_step
 from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.planner import ASSUMED
 from dp_compile.plan.words import count, format_bytes, in_columns
 from dp_compile.replica.record import CaptureRecord
 from dp_compile.replica.replica import Replica, warn
@@ -53,7 +52,7 @@ class Report:
     def __str__(self) -> str:
         head = f"mode: {self.mode}, {count(self.world_size, 'rank')}"
         if not self.plan.buckets:
-            return f"{head}; torch's module does not count its backwards"
+            return f"{head}; it does not count its backwards"
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"{head}; backwards: {ways}", self.updates, self.why_not_captured, *self.notes, str(self.plan)]
         lines += [f"captured backward {number}: {record}" for number, record in enumerate(self.captures)]
@@ -69,8 +68,7 @@ def report(module: nn.Module) -> Report:
         UnsupportedModuleError: the module is not replicated.
     """
     if distributed.is_reduced_by_torch(inner := unwrap(module)) and not is_replicated(module):
-        ranks = distributed.ranks_of_torch_ddp(inner)
-        return Report("torch's own DDP (ddp_python_hook=False)", ranks, BucketPlan(()))
+        return Report("torch's own DDP (ddp_python_hook=False)", distributed.ranks_of_torch_ddp(inner), BucketPlan(()))
     replica = replica_of(module)
     hook, seen, divide_by = replica.called_hook, _measured.get(replica), replica.group.averaging.divide_by
     notes = [] if divide_by is None else [f"gradients divided by {divide_by:g}"]
@@ -80,10 +78,8 @@ def report(module: nn.Module) -> Report:
         kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
         notes.append(f"memory that backwards use again: {kept}{'' if replica.plan.keeps_memory else which}")
     if (certificate := replica.planning.certificate) is not None:
-        is_assumed = replica.planning.ready.basis == ASSUMED
-        work = "is assumed proportional to the elements" if is_assumed else "was estimated from the captured graph"
-        asked = f"for an all-reduce that takes {certificate.cost} and a backward whose work {work}"
-        notes.append(f"planned {asked}: {replica.planning.strategy}; explain() has the predicted times")
+        asked = f"an all-reduce that takes {certificate.cost} and a backward {replica.planning.ready.basis}"
+        notes.append(f"{replica.planning.strategy} plan for {asked}; explain() has the predicted end")
     return Report(
         replica.mode,
         replica.group.world_size,

@@ -136,14 +136,6 @@ class Certificate:
         return self.makespan_s / self.bound_s if self.bound_s else 1.0
 
 
-def percent_above(ratio: float) -> str:
-    """Return a ratio to the bound as text: `28% above`; for 1, `less than 0.1% above`."""
-    above = ratio - 1
-    if above < 0.0005:
-        return "less than 0.1% above"
-    return f"{above:.1%} above" if above < 0.0995 else f"{above:.0%} above"
-
-
 class PlanResult(NamedTuple):
     """A plan, and its certificate if it was made from a cost."""
 

@@ -82,10 +82,8 @@ class CaptureRecord:
     def __str__(self) -> str:
         words = self.reductions - self.hooks - self.completed
         flags = f" + {count(words, 'status word')}" if words > 0 else ""
-        head = (
-            f"{count(self.hooks, 'gradient')}{flags} -> {count(self.collectives, 'collective')}, "
-            f"{count(self.graphs, 'graph')}"
-        )
+        made = f"{count(self.collectives, 'collective')}, {count(self.graphs, 'graph')}"
+        head = f"{count(self.hooks, 'gradient')}{flags} -> {made}"
         notes = [f"{count(self.completed, 'parameter')} without one completed with zeros"] if self.completed else []
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""

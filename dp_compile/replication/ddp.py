@@ -36,9 +36,8 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
     Keyword names are torch's, and `state_dict` keys have the prefix `module.` as in torch. The wrapper passes
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks read. So
     `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` makes frameworks use it. Copies and
-    unpickled wrappers can only evaluate, for example averaged weights: wrap their `.module` to train it.
-
-    Arguments that differ from torch's:
+    unpickled wrappers can only evaluate, for example averaged weights: wrap their `.module` to train it. The arguments
+    below differ from torch's.
 
     Args:
         device_ids: `None`, or one device to which inputs are moved. The module must already be on it.
@@ -53,9 +52,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         mp_policy: as in `replicate`, but applied by the wrapper's forward, not by that of `.module`.
         config: all options in one object; an argument given here overrides its field.
 
-    Raises:
-        ConfigError: an option is not supported or has an invalid value.
-        UnsupportedModuleError, DesyncError: as `replicate`.
+    Raises the errors of `replicate`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

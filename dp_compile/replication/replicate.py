@@ -55,13 +55,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 CALL: Final = "replicate()"
 OPTIONS: Final = frozenset(each.name for each in dataclasses.fields(ReplicateConfig))
-"""The names of all options, which are also argument names of `replicate` and of the wrapper class."""
-
 _REMEDIES: Final = {  # for arguments of torch's DDP that an entry point does not have
     "mixed_precision": "pass mp_policy, a torch.distributed.fsdp.MixedPrecisionPolicy",
-    **dict.fromkeys(
-        ("delay_all_reduce_named_params", "param_to_hook_all_reduce"), "leave it out: the planner orders all reductions"
-    ),
+    "delay_all_reduce_named_params": "leave it out: the planner orders all reductions",
+    "param_to_hook_all_reduce": "leave it out: the planner orders all reductions",
     "skip_all_reduce_unused_params": "call requires_grad_(False) on unused parameters first: they are not reduced then",
     "init_sync": "leave it out: ranks start from the first rank's state",
     "forward_sync_buffers": "pass broadcast_buffers, and init_sync_buffers in config",
@@ -128,15 +125,13 @@ def replicate(
 
     Args:
         module: the module to replicate, or the result of `torch.compile` for it.
-        ddp_python_hook: `True`: install Python hooks that are captured with the backward. `False`: pass the module to
-            torch's own composable `replicate`, with the options it supports; this package then does nothing. `None`:
-            use `config`, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then `True`.
+        ddp_python_hook: as in `ReplicateConfig`; `False`: pass the module to torch's own composable `replicate`, with
+            the options it supports.
         process_group: the ranks to average over; the default group if neither this nor `device_mesh` is given.
         device_mesh: alternative to `process_group`. Either one dimension, possibly sliced from a larger mesh, or two:
             between nodes, then inside a node. With two, gradients are reduce-scattered inside nodes, all-reduced
             between them and all-gathered inside: the slow link carries less. A dimension of size one is ignored.
-        device_id: a GPU index or a device. Tensors among the inputs of `module` are moved to it. The module must
-            already be on it. A CPU is allowed and moves nothing, as in torch.
+        device_id: a GPU index or a device, on which `module` already is. Input tensors are moved to it if it is no CPU.
         ignored_modules: submodules to skip, with the parameters and buffers of all their descendants.
         bucket_cap_mb: bucket size in MiB; without it the planner chooses the bucket boundaries.
         find_unused_parameters: whether a parameter may have no gradient; see `ReplicateConfig`.

@@ -77,12 +77,9 @@ def test_what_a_capture_cannot_take(name, caplog):
     assert compiler.captures() == before  # it is known
     assert twin.backwards == {"eager hooks": 2}
     (said,) = messages(caplog)
-    assert said.startswith("dp_compile, rank 0: a backward is not captured, its hooks run eagerly: ")
-    # The line of the backward, or of the hook, then a short reason.
-    place = r"at \S*/(?:parity|test_failed_captures)\.py:\d+ in \S+"
-    reason = re.fullmatch(rf".* its hooks run eagerly: {place}: (.*)", said)[1]
-    assert why in reason
-    assert len(reason) <= 100
+    place = r"at \S*/(?:parity|test_failed_captures)\.py:\d+ in \S+"  # the line of the backward, or of the hook
+    assert re.fullmatch(rf"dp_compile, rank 0: a backward is not .* run eagerly: {place}: .{{1,100}}", said)
+    assert why in said
     twin.step()
     assert twin.backwards == {"eager hooks": 2, "captured": 1}
     torch._dynamo.reset()  # refused by torch if it takes a capture for under way

@@ -256,7 +256,6 @@ def test_it_is_named_on_every_rank(compile_model, parts, at):
     if part:
         where = "this rank" if len(parts) > 1 else "all ranks"
         assert f"without a gradient on {where}: {part}.weight, {part}.bias" in str(error.value)
-        assert str(error.value).count(f"{part}.bias") == 1
     if dist.get_rank() != last and len(parts) > 1:
         assert f"on rank {last}: {parts[-1]}.weight, {parts[-1]}.bias" in str(error.value)
 

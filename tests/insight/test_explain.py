@@ -302,8 +302,7 @@ def test_assumed_times_have_no_milliseconds():
 def test_the_timeline_command(tmp_path):
     file, step = tmp_path / "step.json", measured_like(THREE_BUCKETS)
     file.write_text(step.to_json())
-    files = {"a.svg": timeline_picture(step)}
-    files["a.json"] = json.dumps(timeline_trace(step))
+    files = {"a.svg": timeline_picture(step), "a.json": json.dumps(timeline_trace(step))}
     assert main(["timeline", str(file), *(part for name in files for part in ("-o", str(tmp_path / name)))]) == 0
     assert {name: (tmp_path / name).read_text() for name in files} == files
     events = json.loads(files["a.json"])["traceEvents"]  # what the format's document asks of those that we use

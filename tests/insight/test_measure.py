@@ -96,8 +96,7 @@ def test_what_is_not_measured_has_a_reason(caplog):
     with dp_compile.measure(model) as measurement:
         pass
     assert measurement.step is None
-    said = f"dp_compile, rank 0: nothing was measured: {measurement.why_not}"
-    assert said in [each.message for each in caplog.records]
+    assert f"dp_compile, rank 0: nothing was measured: {measurement.why_not}\n" in caplog.text
     with dp_compile.measure(model) as measurement:
         train(model, run, 3)
         with dp_compile.no_sync(model):

@@ -139,8 +139,7 @@ def ended(process):
 
 @pytest.mark.nightly
 def test_the_main_job(agent):
-    sizes = ("--layers", "1", "--width", "32", "--steps", "12")
-    both = [agent(machine, "--module", "dp_compile", "train", *sizes, "--check") for machine in range(2)]
+    both = [agent(each, "--module", "dp_compile", "train", *TINY, "--steps", "12", "--check") for each in range(2)]
     (out,) = filter(None, map(ended, both))  # rank 0 speaks
     assert "2 on cpu (gloo)" in out
     assert "backwards: 12 captured" in out
