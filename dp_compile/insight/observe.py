@@ -37,7 +37,7 @@ class Report:
 
     `updates`: optimizers that update in the backward, with their savings. `why_not_captured`: the reason if a comm hook
     is called with each bucket. `notes`: a `gradient_divide_factor`, the measured backward, bucket memory that persists
-    between backwards, the inputs of a plan that was made from a cost.
+    between backwards, the cost from which the plan was made.
     """
 
     mode: str
@@ -78,8 +78,8 @@ def report(module: nn.Module) -> Report:
         kept = f"{format_bytes(memory.nbytes)} of {count(memory.buckets, 'bucket')}"
         notes.append(f"memory that backwards use again: {kept}{'' if replica.plan.keeps_memory else which}")
     if (certificate := replica.planning.certificate) is not None:
-        asked = f"an all-reduce that takes {certificate.cost} and a backward {replica.planning.ready.basis}"
-        notes.append(f"{replica.planning.strategy} plan for {asked}; explain() has the predicted end")
+        asked = f"{replica.planning.strategy} plan for an all-reduce that takes {certificate.cost}"
+        notes.append(f"{asked}; explain() has the predicted end and what it assumes of the backward")
     return Report(
         replica.mode,
         replica.group.world_size,

@@ -121,9 +121,8 @@ class TestInTorchsPlace:
             assert not ours.require_backward_grad_sync
         ours.require_backward_grad_sync = False
         assert not replica_of(ours).state.sync
-        ours.reducer._rebuild_buckets()
-        ours.reducer._delay_all_reduce()
-        ours.reducer.prepare_for_backward([])
+        for call in ("_rebuild_buckets", "_delay_all_reduce", "prepare_for_backward"):
+            getattr(ours.reducer, call)([])
         missing = {name for name in dir(TorchDDP) if name[0] != "_"} - {*dir(DistributedDataParallel), *dir(ours)}
         # The last three end a backward in parts, since torch 2.15.
         in_parts = {"finalize_backward", "require_manual_backward_finalization", "should_finalize_after_backward"}
