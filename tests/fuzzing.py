@@ -357,7 +357,7 @@ def _clip(parameter):
 
 
 def _squash(parameter):
-    parameter.grad = parameter.grad / (0.1 + parameter.grad.abs())
+    parameter.grad = parameter.grad / (1 + parameter.grad.abs())  # slope at most 1: rounding is not amplified
 
 
 def _drop(parameter):

@@ -65,7 +65,7 @@ def plan_crossing(
     buckets, certificate = (*first, *(job.bucket for job in best)), planned.certificate
     if certificate is not None:
         ends_s, worst = step_seconds(best, backward_s, lanes=lanes), max(ratios(best, backward_s, lanes))
-        certificate = Certificate(cost, ends_s, bound_seconds(best, backward_s), worst, crosses=True)
+        certificate = Certificate(cost, ends_s, bound_seconds(best, backward_s), worst)
     return PlanResult(replace(planned.plan, buckets=buckets), certificate)
 
 

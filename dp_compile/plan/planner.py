@@ -121,15 +121,14 @@ def ready_gradients(gradients: Iterable[GradientSpec], times: ReadyTimes, backwa
 class Certificate:
     """The predicted makespan of a plan and its lower bound, in seconds after the start of the backward.
 
-    `bound_s`: no partition can end earlier. `worst_ratio`: largest makespan over bound in `ERROR_BAND`. `crosses`:
-    whether reductions may overlap the next forward, which makespan and bound then include.
+    `bound_s`: no partition can end earlier. `worst_ratio`: largest makespan over bound in `ERROR_BAND`. All include the
+    next forward if reductions may overlap it.
     """
 
     cost: AllReduceCost
     makespan_s: float
     bound_s: float
     worst_ratio: float
-    crosses: bool = False
 
     @property
     def ratio(self) -> float:

@@ -140,6 +140,6 @@ def test_the_link_is_measured_once_and_remembered(ranks2, tmp_path):
     assert busy == noisy == off
     assert "not measured" in off[1]
     assert binned[0] == AllReduceCost(64e-6, 1e-9)
-    assert "in factors of two" in binned[1]
+    assert "rounded to powers of two" in binned[1]
     assert remembered[0] == AllReduceCost(2.0**-6, 2.0**-30)
     assert remembered[2] < binned[2]
