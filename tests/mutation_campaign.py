@@ -26,6 +26,7 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,11 @@ NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothe
 
 class NotPlanted(Exception):
     """A fault that cannot be planted as it is described, or of which nothing is known."""
+
+
+@cache
+def _meaning(source):
+    return ast.dump(ast.parse(source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Mutant:
             raise NotPlanted(f"{self.id}: {self.file} holds the text {source.count(self.old)} times, not once")
         changed = source.replace(self.old, self.new)
         try:
-            if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
+            if ast.dump(ast.parse(changed)) == _meaning(source):
                 raise NotPlanted(f"{self.id}: {self.file} means the same with the fault")
         except SyntaxError as error:
             raise NotPlanted(f"{self.id}: {self.file} is no Python with the fault: {error}") from error

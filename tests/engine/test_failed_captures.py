@@ -190,12 +190,9 @@ logging.getLogger("dp_compile.compilation").debug("a graph")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("setting", "shown"),
-    [
-        pytest.param("", ["a fallback"], marks=pytest.mark.nightly),
-        ("+dp_compile", ["a plan", "a fallback", "a graph"]),
-    ],
+    ("setting", "shown"), [("", ["a fallback"]), ("+dp_compile", ["a plan", "a fallback", "a graph"])]
 )
 def test_torchs_switch_shows_our_log(setting, shown):
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}

@@ -218,18 +218,14 @@ PLAIN = FuzzCase(
 )
 PAIR = (Micro((2, 3)), Micro((3, 2)))
 DRAWS = {
-    "errors on all ranks": tuple(Step(PAIR[:1], failure=Failure(each)) for each in fuzzing.FAILS),
     "errors on one rank": (
         Step(PAIR, failure=Failure("hook", (True, False), micro=1)),
         Step(PAIR, failure=Failure("tensor hook", (False, True), micro=1, parameter=3)),
         Step(PAIR, failure=Failure("hook", (False, True))),
     ),
-    "edits": (Step((replace(PAIR[0], edit="replace"), replace(PAIR[1], edit="clip the norm"))), PLAIN.steps[1]),
-    "deeper": tuple(Step((Micro((2, 3), depth=depth, loss="a term for each row"),)) for depth in (1, 2)),
     "transforms": tuple(Step(PAIR[:1], transform=each) for each in fuzzing.TRANSFORMS),
 }
 SAMPLES = {name: replace(PLAIN, steps=steps) for name, steps in DRAWS.items()} | {
-    "in_backward": replace(PLAIN, steps=(Step(PAIR),) * 2, update="in_backward"),
     "shard": replace(PLAIN, steps=(Step(PAIR),) * 2, update="shard", adamw=True, max_norm=0.05),
 }
 USED, UNUSED = Micro((2, 2)), Micro((2, 2), way=(1, 1))

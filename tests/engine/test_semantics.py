@@ -434,7 +434,14 @@ def run_case(case, way):
     return beside(build, in_context, compile_model=compile_model, **options)
 
 
-@pytest.mark.parametrize(("case", "way"), [(case, way) for case in CASES for way in CASES[case][2]])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(case, way, marks=[pytest.mark.nightly] * (way == "inductor"))
+        for case in CASES
+        for way in CASES[case][2]
+    ],
+)
 def test_step_beside_torch_ddp(ranks, case, way):
     for report in ranks.run(run_case, case, way):
         if way in ("compiled", "inductor") and case not in NOT_CAPTURED:

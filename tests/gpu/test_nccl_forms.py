@@ -20,11 +20,6 @@ from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 INT8 = "QuantizedHook int8, error feedback"
-BY_DAY = {
-    *("bucket_cap_mb", "bf16 on the wire", INT8),
-    *("shard=True", "shard=True, clipped, scaled, inf on one rank", "shard=True, overlap_forward=True"),
-}
-"""Captured; what is eager costs little and is run for all."""
 AVERAGED, SCATTERED = {"all_reduce avg"}, {"reduce_scatter avg", "all_gather"}
 FORMS = {
     **dict.fromkeys(("default", "bucket_cap_mb", "convolutions", "bf16 on the wire", "in_backward"), AVERAGED),
@@ -36,6 +31,7 @@ FORMS = {
     "two levels of network, bf16 on the wire": AVERAGED | SCATTERED,
 }
 """What has to be launched; torch's DDP in the same run launches `all_reduce sum` and broadcasts."""
+BY_DAY = {CAPTURED: {"bucket_cap_mb", "shard=True"}, EAGER: {*FORMS, "torch's powerSGD_hook"}}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +59,7 @@ def check(ranks, name, way):
 def cases(ranks):
     for name, feature in FEATURES.items():
         for way in feature.ways if ranks in feature.ranks else ():
-            by_night = ranks == 4 or (way == CAPTURED and name not in BY_DAY)
+            by_night = ranks == 4 or name not in BY_DAY[way]
             needs = pytest.mark.skipif(bool(feature.needs), reason=f"needs {feature.needs}")
             yield pytest.param(name, way, marks=[needs, pytest.mark.nightly][: 1 + by_night], id=f"{name}-{way}")
 

@@ -70,7 +70,7 @@ def test_code_that_draws_random_numbers_once_more():
 
 
 @in_a_group
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_step_is_measured(backend):
     model, run = made(dataclasses.replace(CONFIG, backend=backend))
     train(model, run, 2)

@@ -25,6 +25,7 @@ from twins import ADAMW, SGD, SMALL, Net, id_of, made, two_groups
 
 import dp_compile
 import dp_compile.plan.crossing
+from dp_compile._torch import inductor
 from dp_compile.averaging import PeriodicModelAverager
 from dp_compile.optim.deferred import PendingUpdate
 from dp_compile.passes.crossing import in_flight
@@ -102,7 +103,9 @@ CELLS = {
 """The optimizer, options, and at least how many buckets are in flight after each step."""
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(each, marks=[pytest.mark.nightly] * (each == "generated code")) for each in CELLS]
+)
 def test_the_same_bits_as_without(ranks, cell):
     """Two groups and a scheduler; every bucket but that of the flags is in flight after each step."""
     name, config, options, least = CELLS[cell]
@@ -194,10 +197,15 @@ def evaluated(model, run, mode=torch.no_grad):
 
 
 IN_PIECES = "a graph that breaks"  # compiled by Inductor, theirs too
-EAGER = tuple(name for name in READERS if name not in ("evaluation", "inference mode", "another dtype", IN_PIECES))
+WHOLE = tuple(name for name in READERS if name != IN_PIECES)
+EAGER = tuple(name for name in WHOLE if name not in ("evaluation", "inference mode", "another dtype"))
 
 
-@pytest.mark.parametrize(("names", "shard"), [(tuple(READERS), False), (EAGER, True)], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("names", "shard"),
+    [(WHOLE, False), (EAGER, True), pytest.param((IN_PIECES,), False, marks=pytest.mark.nightly)],
+    ids=["whole", "sharded", "in pieces"],
+)
 @on_ranks("ranks2")
 def test_readers_wait(names, shard):
     """Each after a step, in turns: what comes first may leave something for the next one."""
@@ -243,7 +251,8 @@ class ReadsFirst(Reads):
 @on_ranks("ranks2")
 def test_what_is_read_between_the_pieces_of_a_forward(build, breaks):
     """Only a forward that is one graph lets updates stay; one that breaks waits at its start, as all after it."""
-    with poisoned():
+    # Its pieces are run as they are, and not by Inductor.
+    with poisoned(), mock.patch.object(inductor, "compile_forward_with_inductor", lambda piece, *_: piece):
         both, counts = crossing(build), []
         both.nearly = True
         for number, each in enumerate(breaks):
@@ -442,14 +451,14 @@ def lost():
     [
         (lost, ()),
         (of_other_sizes, (False, (1, 1, 2, 1), [LEFT, LEFT, 0, LEFT])),
-        (of_other_sizes, (True, (1, 2, 3, 1), [LEFT] * 4)),
+        pytest.param(of_other_sizes, (True, (1, 2, 3, 1), [LEFT] * 4), marks=pytest.mark.nightly),
         (head_outside, ()),
         (other_backends, ()),
         (written, ("written to, sharded",)),
         (written, ("elsewhere",)),
         (written, ("its update fails",)),
         (dropped, (False,)),
-        (dropped, (True,)),
+        pytest.param(dropped, (True,), marks=pytest.mark.nightly),
     ],
     ids=id_of,
 )

@@ -147,7 +147,12 @@ def test_what_is_not_there_is_said():
     both.train(2)
 
 
-@pytest.mark.parametrize(("way", "max_norm"), [("sharded", None), ("sharded", 0.05), ("next forward", None)])
+OTHERS = (("sharded", 0.05), ("next forward", None))
+
+
+@pytest.mark.parametrize(
+    ("way", "max_norm"), [("sharded", None), *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)]
+)
 @on_ranks("ranks")
 def test_parameters_in_other_memory(way, max_norm):
     config = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -213,7 +218,7 @@ def test_a_state_of_a_plain_optimizer_and_back():
 STATES = {"sgd": (Net, SGD), "channels last": (Last, ADAMW)}
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.nightly), "channels last"])
 @on_ranks("ranks4")
 def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(tmp_path, name):
     """As a whole, through torch's distributed checkpoint; fewer ranks go on from it, whose buckets are others."""

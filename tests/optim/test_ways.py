@@ -237,8 +237,8 @@ def every_kind_of_step(way, max_norm, has_scaler, kinds=KINDS):
         ("whole", None, False),
         ("sharded", None, False),
         ("sharded", 0.05, True),
-        ("overlapping", None, False),
-        ("next forward", 0.05, True),
+        pytest.param("overlapping", None, False, marks=pytest.mark.nightly),
+        pytest.param("next forward", 0.05, True, marks=pytest.mark.nightly),
     ],
 )
 def test_every_kind_of_step(ranks2, way, max_norm, has_scaler):
@@ -358,7 +358,12 @@ def life(way):
 
 @pytest.mark.parametrize(
     ("scenario", "way"),
-    [(of_several, "whole"), (of_several, "sharded"), (life, "whole"), (life, "sharded"), (life, "next forward")],
+    [
+        (of_several, "sharded"),
+        (life, "whole"),
+        (life, "next forward"),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((of_several, "whole"), (life, "sharded"))),
+    ],
     ids=id_of,
 )
 def test_optimizers_and_modules(ranks2, scenario, way):

@@ -37,6 +37,7 @@ class Residual(nn.Module):
         return self.head((x + self.second(F.relu(self.norm(self.first(x))))).mean((2, 3)))
 
 
+@pytest.mark.nightly
 def test_gradients_of_convolutions_are_copied_and_the_report_names_them(fake_group):
     torch._dynamo.reset()
     model, x = Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)

@@ -240,6 +240,11 @@ def layout(tensor):
     return [(size, stride if size > 1 and tensor.numel() else 0) for size, stride in sized]
 
 
+def keeps_layout(was, now):
+    """What is expanded has a contiguous copy, if it is returned with what it is a view of."""
+    return layout(now) in (layout(was), layout(was.clone()))
+
+
 def check(case, groups):
     """Run the default passes over a graph and check everything that must hold. Raises where something does not."""
     before, after, again = case.graph, copy.deepcopy(case.graph), copy.deepcopy(case.graph)
@@ -249,11 +254,12 @@ def check(case, groups):
     check_launches(after, case.plans)
     outputs = before.output_node().args[0], after.output_node().args[0]
     for was, now in zip(*outputs, strict=True):
-        assert was.meta["val"].stride() == now.meta["val"].stride(), "other strides are returned"
+        assert keeps_layout(was.meta["val"], now.meta["val"]), "other strides are returned"
     expected, inputs_before = World(before, groups, case.plans).run_all(case.inputs)
     found, inputs_after = World(after, groups, case.plans).run_all(case.inputs)
     for position, (was, now) in enumerate(zip(expected + inputs_before, found + inputs_after, strict=True)):
-        assert (was.dtype, layout(was)) == (now.dtype, layout(now)), "another dtype or layout is returned"
+        assert was.dtype == now.dtype, "another dtype is returned"
+        assert keeps_layout(was, now), "another layout is returned"
         if case.exact or position < len(case.grads):
             check_numbers(was, now, exact=case.exact)
     assert short(again) == short(after), "the same graph became another one"
@@ -284,7 +290,7 @@ def groups(fake_group):
     return ("0", *(distributed.group_name(dist.new_group([0, 1])) for _ in range(2)))
 
 
-@pytest.mark.parametrize("examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [EXAMPLES // 4, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
 def test_everything_holds_on_every_graph(groups, examples):
     @settings(max_examples=examples)
     @given(random_backwards(groups))

@@ -254,6 +254,7 @@ def test_the_suite_passes(copied):
     assert "4 passed" in ended.stdout
 
 
+@pytest.mark.nightly
 def test_golden_files_are_made_by_the_option(copied):
     shutil.rmtree(copied / "golden")
     ended = run_suite(copied, "--dp-compile-accept", "-k", "reduced_together or launched")
