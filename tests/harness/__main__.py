@@ -2,18 +2,17 @@
 
     python tests/harness compare          print what differs from what is kept; exit with 1 if anything does
     python tests/harness compare graphs   one part
-    python tests/harness keep fuzz        accept what is there now
+    python tests/harness keep graphs      accept what is there now
 
 | part     | what is kept                                                                                          |
 |----------|-------------------------------------------------------------------------------------------------------|
 | `parity` | a model in 148 cells with torch's DDP and FSDP2: equal bits or how far, and the way of its backwards   |
 | `graphs` | plan, graph after all passes and counters of six models                                                |
-| `fuzz`   | 279 random training runs as values, and a digest of the gradients and parameters of each               |
 
-A new line of `fuzz.txt` is any word and the `repr` of a case. `tests/mutants/*.toml` has which test sees which planted
-fault; `mutation_campaign.py` proves it. Speed is compared within one run, with a worktree of the earlier commit.
+`tests/mutants/*.toml` has which test sees which planted fault; `mutation_campaign.py` proves it. Speed is compared
+within one run, with a worktree of the earlier commit.
 
-Digests depend on the processor's kernels. On another machine than the first line of a file names, `keep` them first on
+Numbers depend on the processor's kernels. On another machine than the first line of a file names, `keep` them first on
 the commit to compare with.
 """
 
@@ -30,7 +29,6 @@ sys.path[:0] = PATHS
 os.environ.setdefault("DP_COMPILE_LINK", "nominal")  # plans are those of nominal links on every machine
 KEPT = Path(__file__).parent / "kept"
 
-import fuzzing  # noqa: E402
 import torch  # noqa: E402
 from harness import graphs, parity  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -38,38 +36,22 @@ from tqdm import tqdm  # noqa: E402
 from dp_compile.testing.ranks import RankError, Ranks  # noqa: E402
 
 
-def _run(ranks, function, case, text):
-    """What each rank returns; nothing if one raises."""
-    try:
-        return ranks.run(function, case)
-    except RankError as error:
-        print(f"{text}\n{error}", file=sys.stderr)
-        return []
-
-
 def _parity(ranks):
     rows = {}
     for cell in tqdm(list(parity.cells()), "parity", leave=False):
-        rows[str(cell)] = " / ".join(dict.fromkeys(_run(ranks, parity.compare, cell, str(cell)))) or "RAISES"
+        try:
+            rows[str(cell)] = " / ".join(dict.fromkeys(ranks.run(parity.compare, cell)))
+        except RankError as error:
+            print(f"{cell}\n{error}", file=sys.stderr)
+            rows[str(cell)] = "RAISES"
     return {"parity.txt": "".join(f"{name:46} {text}\n" for name, text in rows.items())}
-
-
-def _fuzz(ranks):
-    texts = [line.split(" ", 1)[1] for line in (KEPT / "fuzz.txt").read_text().splitlines()[1:]]
-    lines = []
-    for text in tqdm(texts, "fuzz", leave=False):
-        word, outcomes = "RAISES", _run(ranks, fuzzing.run_case, eval(text, vars(fuzzing)), text)
-        if outcomes:
-            word = "DIFFERS" if any(each.difference for each in outcomes) else outcomes[0].digest
-        lines.append(f"{word} {text}")
-    return {"fuzz.txt": "\n".join(lines) + "\n"}
 
 
 def _graphs(ranks):
     return {f"{name}.txt": ranks.run(graphs.describe, name)[0] for name in graphs.MODELS}
 
 
-PARTS = {"parity": _parity, "fuzz": _fuzz, "graphs": _graphs}
+PARTS = {"parity": _parity, "graphs": _graphs}
 
 
 def main():
