@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
@@ -170,7 +169,7 @@ def refill_constants(graph_module: fx.GraphModule) -> None:
     arguments to constants (torch 2.13). A constant lives as long as the code. The zeros for an embedding's gradient
     are as large as the table.
     """
-    graph, replaced = graph_module.graph, set[str]()
+    graph, names, fulls = graph_module.graph, set[str](), dict[torch.Tensor, fx.Node]()
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
         value = getattr(graph_module, name, None)
@@ -178,15 +177,17 @@ def refill_constants(graph_module: fx.GraphModule) -> None:
             continue
         first = value.flatten()[0]
         if bool((value == first).all()):
-            options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-            with graph.inserting_before(node):
-                full = graph.call_function(torch.ops.aten.full.default, ([*value.shape], first.item()), options)
-            node.replace_all_uses_with(full)
+            if value not in fulls:  # compiled autograd reads one constant by many names
+                args = [*value.shape], first.item()
+                with graph.inserting_before(node):
+                    fulls[value] = graph.call_function(torch.ops.aten.full.default, args)
+                fulls[value].kwargs = {"dtype": value.dtype, "device": value.device}
+            node.replace_all_uses_with(fulls[value])
             graph.erase_node(node)
-            replaced.add(name)
-    for name in replaced:  # a set: several nodes may read one attribute
+            names.add(name)
+    for name in names:
         delattr(graph_module, name)
-    if replaced:
+    if names:
         graph_module.recompile()
 
 
@@ -280,12 +281,20 @@ def make_cacheable(graph: fx.Graph) -> None:
     """Remove from a captured graph what differs between processes, or cannot be pickled, in the key of a cache.
 
     Built-in autograd functions are called by their names; a custom one has a number, so a graph with it is not cached.
-    Names of nodes lose the number of the forward among those that the process has compiled.
+    A backward that AOTAutograd's cache returns with its forward has other node names and `aten.full` calls than a
+    compiled one (see `refill_constants`). Both get the same ones here: a warm start then finds the captured backward.
     """
-    for node in graph.nodes:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+        dtype, device = node.kwargs.get("dtype"), node.kwargs.get("device")
+        if dtype and device and node.users and not node.all_input_nodes:
+            node.args = node.args[0], torch.tensor(node.args[1], dtype=dtype).item()
+            node.kwargs = {"dtype": dtype, "device": device}
+            min(node.users).prepend(node)
+    for position, node in enumerate(graph.nodes):
         if isinstance(node.target, captured_ops.Op) and not node.target.is_custom_function:
             node.target = getattr(captured_ops, node.target.__name__)
-        node._rename(re.sub(r"^aot\d+_", "", node.name))
+        if node.op == "call_function":
+            node._rename(f"n{position}_{getattr(node.target, '__name__', 'call').split('.')[0]}")
 
 
 def accumulate_op() -> Any:
