@@ -43,16 +43,16 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
     """
     found: dict[int, torch.Tensor] = {}
     for each in params:
-        require(isinstance(each, (torch.Tensor, dict)), "params", "of parameters or parameter groups", type(each))
+        require(isinstance(each, (torch.Tensor, dict)), "each element of params", "a parameter or a group", type(each))
         for parameter in each["params"] if isinstance(each, dict) else (each,):
             found[id(parameter)] = parameter
     hint = " A generator that was used up? Call model.parameters() for each averaging."
-    require(bool(found), "params", "one parameter or more", [], hint)
+    require(bool(found), "params", "at least one parameter", [], hint)
     for place, parameter in enumerate(found.values()):
         plain = type(parameter.detach()) is torch.Tensor and parameter.layout is torch.strided
         has_average = plain and parameter.dtype in AVERAGED and not parameter.is_meta
         shown = f"a {parameter.dtype} {type(parameter.detach()).__name__} on {parameter.device}"
-        require(has_average, f"parameter {place} of params", f"dense {', '.join(map(str, AVERAGED))}", shown)
+        require(has_average, f"parameter {place} of params", f"dense, one of {', '.join(map(str, AVERAGED))}", shown)
     if in_flight:
         for replica in {owner[0] for owner in map(owners.find, found.values()) if owner is not None}:
             replica.wait_for_updates()  # updates that an optimizer has deferred to the next forward

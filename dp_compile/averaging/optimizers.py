@@ -131,7 +131,7 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         require_integer("every", every, 1)
-        require(outer_lr > 0 and momentum >= 0, "outer_lr, momentum", "> 0 and >= 0", (outer_lr, momentum))
+        require(outer_lr > 0 and momentum >= 0, "outer_lr and momentum", "> 0 and >= 0", (outer_lr, momentum))
         options = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
         self._outer = _OuterStep(process_group, parameters_in(optim.param_groups), **options)
         super().__init__(optim, self._outer)
@@ -190,7 +190,7 @@ class _OuterStep(averagers.ModelAverager):
             theirs = state[name]
             shapes = ([None if each is None else list(each.shape) for each in two] for two in zip_longest(ours, theirs))
             wrong = [f"[{place}] {there}, here {here}" for place, (here, there) in enumerate(shapes) if here != there]
-            require(not wrong, f"outer {name} of state_dict", "of the shapes of this optimizer's", wrong[:1])
+            require(not wrong, f"outer {name} of state_dict", "of the same shapes as this optimizer's", wrong[:1])
 
     def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
         self.outer, self.velocities = [], []

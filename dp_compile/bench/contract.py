@@ -64,7 +64,7 @@ class Trainer:
     defers = False
 
     def step(self, batch: Batch) -> None:
-        """Run forward, backward, reductions, optimizer, `zero_grad(set_to_none=True)`. On a GPU, enqueue them only."""
+        """Run forward, backward, reductions, optimizer, `zero_grad(set_to_none=True)`. On a GPU, only enqueue them."""
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return a batch's reduced gradients by the workload's parameter names. Parameters do not change."""

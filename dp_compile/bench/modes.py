@@ -223,7 +223,7 @@ def decent_dp(workload: Workload) -> Trainer:
     after one plain step of a copy of the model.
     """
     is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
-    require(not is_alone, "mode 'decent_dp'", "on 2 real ranks or more: it averages with neighbours", "one")
+    require(not is_alone, "mode 'decent_dp'", "run on 2 or more real ranks, to have neighbours", "one")
     import_module("loguru").logger.disable("decent_dp")  # it logs each bucket to stderr by default
     return _Neighbours(workload)
 
@@ -334,8 +334,8 @@ def mode(name: str) -> Mode:
         least = 1.0 if base == "ddp_compiled" else 0.0
         cap_mb = float(argument) if re.fullmatch(r"\d+(\.\d*)?", argument) else 0.0
         has_cap = base in MODES and MODES[base].takes("cap_mb") and cap_mb > 0 and cap_mb >= least
-        require(has_cap, f"mode {name!r}", "one with buckets, and a number of MiB, for 'ddp_compiled' >= 1", argument)
+        require(has_cap, f"mode {name!r}", "a mode with buckets, then ':MIB' above 0 (ddp_compiled: >= 1)", argument)
         return MODES[base]._replace(name=name, prepare=partial(MODES[base].prepare, cap_mb=cap_mb))
-    known = f"one of {', '.join(MODES)}, some of them with a bucket cap, 'NAME:MIB', or 'package.module:function'"
+    known = f"one of {', '.join(MODES)}, 'NAME:MIB' for those with a bucket cap, or 'package.module:function'"
     require(bool(base), "a mode", known, name)
     return imported(name, Mode)

@@ -67,7 +67,7 @@ class Network:
         require(self.kind in _KEYS, "kind", f"one of {', '.join(_KEYS)}", self.kind)
         given = [each.name for each in fields(self)[1:] if getattr(self, each.name) is not None]
         keys, allowed = ", ".join(given), _KEYS[self.kind]
-        require(keys in allowed, f"what kind {self.kind!r} has", " or ".join(allowed) or "nothing else", keys)
+        require(keys in allowed, f"options of kind {self.kind!r}", " or ".join(allowed) or "none", keys)
         for name in given:
             check_number(name, getattr(self, name), zero_allowed=False)
         if self.ranks is not None:

@@ -228,7 +228,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
     reference, pairs = baseline.suite.reference, list(zip(baseline.cells, new.cells, strict=True))
     times = [list(_times(*pair, reference)) for pair in pairs]
     number = sum(map(len, times))
-    require(number > 0, "what both runs measured", f"the reference {reference!r} and another mode", "less")
+    require(number > 0, "modes in both runs", f"the reference {reference!r} and at least one more", "fewer")
     sure = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / number)
     lines: list[str] = []
     regressions = unclear = 0

@@ -145,7 +145,7 @@ def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     in an attention, whose gradient is zero). Raises `ConfigError` for missing or additional gradients.
     """
     differing = sorted(set(gradients) ^ set(expected))
-    require(not differing, "gradients", "of all parameters of the workload and no other", differing)
+    require(not differing, "missing or additional gradients", "none", differing)
     norms = {name: float(torch.linalg.vector_norm(each)) for name, each in expected.items()}
     floor = max(1e-4 * max(norms.values()), torch.finfo(torch.float32).tiny)
 

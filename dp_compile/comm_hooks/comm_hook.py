@@ -25,7 +25,7 @@ HookFunction = TorchHook | FunctionalHook
 class CommHook:
     """A hook: `function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
 
-    `averaging`: the reduction that the hook performs, unknown if its key is `CALLED`. `why_called`: why backwards with
+    `averaging`: the hook's reduction; key `CALLED`: not known. `why_called`: why backwards with
     the hook are not captured; empty if they are.
     """
 

@@ -95,7 +95,7 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
         "class a frozen dataclass, with fields whose repr shows their value",
     )
     has_rounds = isinstance(hook.rounds, tuple) and hook.rounds and set(hook.rounds) <= set(ROUNDS)
-    _require(has_rounds, hook, f"must have as rounds a tuple of some of {', '.join(ROUNDS)}, got {hook.rounds!r}")
+    _require(has_rounds, hook, f"must define rounds as a tuple of {', '.join(ROUNDS)}, got {hook.rounds!r}")
     try:
         source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:
@@ -196,7 +196,7 @@ def _initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> 
     for key, tensor in state.items():
         is_state = isinstance(key, str) and isinstance(tensor, torch.Tensor)
         got = f"{key!r}: {type(tensor).__name__}"
-        _require(is_state, hook, f"must return tensors by name as the initial state for {name}, got {got}")
+        _require(is_state, hook, f"must return a dict of tensors as the initial state for {name}, got {got}")
     return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
 
 
@@ -269,9 +269,9 @@ class HookRun:
 
     def _checked_sent(self, hook: FunctionalHook, sent: Any, steps: int) -> torch.Tensor:
         count, ranks = len(hook.rounds), self.bucket.ranks
-        what = type(sent).__name__ if steps < count else "once more"
+        what = f"a value of type {type(sent).__name__}" if steps < count else "one more"
         is_due = steps < count and isinstance(sent, torch.Tensor)
-        _require(is_due, hook, f"must yield {count} tensors, one per round, but yields {what}")
+        _require(is_due, hook, f"must yield one tensor per round ({count}), but yields {what}")
         if hook.rounds[steps] == ALL_REDUCE:
             return _copied(sent)
         _require(
@@ -284,7 +284,7 @@ class HookRun:
 
     def _checked_end(self, hook: FunctionalHook, result: Any, steps: int) -> list[torch.Tensor]:
         count = len(hook.rounds)
-        _require(steps == count, hook, f"has {count} rounds, but yields {steps} tensors only")
+        _require(steps == count, hook, f"must yield one tensor per round ({count}), but yields only {steps}")
 
         def kinds(gradients: Tensors, states: Sequence[State]) -> list[Any]:
             return [_kinds({"": each, **state}) for each, state in zip(gradients, states, strict=True)]

@@ -43,7 +43,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     """Return buckets of parameters in reversed order, as in decent-dp; equal on every rank."""
     group, specs = group_on(replica.group.process_group, replica.device.type), []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
-        require(not parameter.is_complex(), name, "real to be mixed: hold two real parameters", parameter.dtype)
+        require(not parameter.is_complex(), name, "real, not complex: use two real parameters", parameter.dtype)
         specs.append(tensor_spec(index, name, parameter, group))
     return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb)
 

@@ -109,7 +109,7 @@ def decentralize(
                 local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 chosen = topology_of_name(chosen, world_size, local)
             found = f"{chosen.name}, {chosen.world_size} ranks"
-            require(chosen.world_size == world_size, "topology", f"of {world_size} ranks, as the group is", found)
+            require(chosen.world_size == world_size, "topology", f"of {world_size} ranks, the size of the group", found)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
             replica.adopt(PlanResult(plan_of(replica, bucket_size_in_mb)), replica.planning.ready)
@@ -235,8 +235,8 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     refused = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
     refused += ["ddp_python_hook"] if given.ddp_python_hook is False else []
     refused += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
-    hint = " No gradient is reduced here, ranks differ, and buckets are of parameters: see bucket_size_in_mb."
-    require(not refused, "config", "without options on gradients, their buckets and buffers", refused, hint)
+    hint = " Ranks mix parameters here, and keep gradients and buffers local. For buckets, see bucket_size_in_mb."
+    require(not refused, "config", "without options for the reduction of gradients or for buffers", refused, hint)
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
 
@@ -247,6 +247,6 @@ def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> 
     mine = {id(parameter) for parameter in replica.parameters}
     given = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     own = sum(id(each) in mine for each in given)
-    found = f"{own} of it, {len(given) - own} others"
-    require(own == len(given) > 0, "parameters of the optimizer", "of this module, in whose backward it steps", found)
+    found = f"{own} of them and {len(given) - own} others"
+    require(own == len(given) > 0, "parameters of the optimizer", "only those of this module", found)
     return optimizer

@@ -34,9 +34,9 @@ class Edge:
         ranks = tuple(sorted(self.ranks))
         object.__setattr__(self, "ranks", ranks)
         is_set = bool(ranks) and len(set(ranks)) == len(ranks) and ranks[0] >= 0
-        require(is_set, "ranks of an edge", "different numbers >= 0, and one at least", ranks)
+        require(is_set, "ranks of an edge", "one or more distinct numbers >= 0", ranks)
         is_share = 0 <= self.weight <= 1 and (len(ranks) > 1 or self.weight == 1)
-        require(is_share, f"weight of the edge {ranks}", "between 0 and 1, and 1 for a rank alone", self.weight)
+        require(is_share, f"weight of the edge {ranks}", "between 0 and 1, and 1 for a single rank", self.weight)
 
     @property
     def share(self) -> float:
@@ -67,9 +67,9 @@ class Topology:
             seen = Counter(rank for edge in edges for rank in edge.ranks)
             wrong = [rank for rank in range(self.world_size) if seen[rank] != 1]
             wrong += [rank for rank in seen if rank >= self.world_size]
-            allowed = f"with each rank from 0 to {self.world_size - 1} in exactly one, and no other rank"
+            allowed = f"edges that contain each rank from 0 to {self.world_size - 1} once, and no other rank"
             found = f"rank {wrong[0]} in {seen[wrong[0]]} edges" if wrong else ""
-            require(not wrong, f"edges of topology {self.name!r}, step {number},", allowed, found)
+            require(not wrong, f"step {number} of topology {self.name!r}", allowed, found)
 
     @property
     def period(self) -> int:

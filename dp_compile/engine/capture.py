@@ -166,9 +166,9 @@ def _refuse_shards(hooks: Sequence[Any]) -> None:
 def estimates_of(
     graph_module: fx.GraphModule, sites: Sites, binding: Binding, values: Values
 ) -> dict[GradientId, Shares]:
-    """Estimate when each gradient is ready, from the graph and its `fake_values`; empty if a gradient is unknown.
+    """Estimate when each gradient is ready, from the graph and its `fake_values`; empty if a shape is unknown.
 
-    It is unknown if its shape depends on data, or on a user's hook that replaces it.
+    Unknown are shapes that depend on data, and those of gradients that a user's hook replaces.
     """
     nodes = graph_module.graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
     node_of = dict(zip(sites.accumulations, nodes, strict=True))

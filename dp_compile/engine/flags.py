@@ -95,7 +95,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
 
 
 def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
-    """Return the flags of a rank whose backward failed, and count them as read. First stores the error text."""
+    """Return the flags of a rank whose backward failed, and count them as reduced. Stores the error for other ranks."""
     _settled[replica.group.name] += 1
     local, channel = replica.state.step_guard, channel_of(replica)
     local.stepped.clear()

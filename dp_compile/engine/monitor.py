@@ -144,7 +144,7 @@ class Watched:
         return "\n".join(texts)
 
     def launched(self, topic: str) -> int:
-        """Return the number of collectives launched in a replica's group in this backward, -1 for other replicas."""
+        """Return the number of collectives launched in this backward for a replica, -1 if it is not reduced in it."""
         replica = self._replicas.get(topic)
         return -1 if replica is None else _launched(replica) - self._bases[topic]
 

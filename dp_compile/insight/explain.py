@@ -208,7 +208,7 @@ def _notes(step: Step) -> Iterator[str]:
         others = [bucket for number, bucket in enumerate(step.plan.buckets) if number not in step.left]
         why = ", ".join(sorted({why_not_left(bucket) or "another reader" for bucket in others}))
         left, number = len(step.left), len(step.plan.buckets)
-        yield f"{left} of {number} buckets may end under the next forward{'; not: ' if why else ''}{why}"
+        yield f"{left} of {number} buckets may end during the next forward{'; not: ' if why else ''}{why}"
     for each in (each for each in step.optimizers if each.stayed is False and each.left):
         yield (
             f"step() waits for what {each.name} defers: the forward is not one graph of "

@@ -178,18 +178,18 @@ class Step:
 
     @property
     def left(self) -> frozenset[int]:
-        """The numbers of the buckets whose reductions may end under the next forward."""
+        """The indices of the buckets whose reductions may end during the next forward."""
         deferring = (each for each in self.optimizers if each.way == OVERLAP_FORWARD and each.stayed is not False)
         return frozenset(number for each in deferring for number in each.left if number < len(self.plan.buckets))
 
     @property
     def gathers_late(self) -> bool:
-        """Whether updated parameters are all-gathered under the next forward."""
+        """Whether updated parameters are all-gathered during the next forward."""
         return any(each.left and each.stayed is not False for each in self._sharded())
 
     @property
     def has_two_halves(self) -> bool:
-        """Whether communication of this step may end under the next forward."""
+        """Whether communication of this step may end during the next forward."""
         return bool(self.left) or self.gathers_late
 
     def time_text(self, seconds: float) -> str:
@@ -331,7 +331,7 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {  # converters from JSON,
 def planned_buckets(step: Step) -> list[Launch]:
     """Return the predicted timeline of the buckets: a link carries one stage at a time, in launch order.
 
-    Buckets that may end under the next forward share the link, as many at a time as the backend has lanes. The next
+    Buckets that may end during the next forward share the link, as many at a time as the backend has lanes. The next
     forward starts immediately; updates take no time. Models: `plan/network.py` (MG-WFBP, arXiv 1912.09268) and
     `plan/crossing.py`.
     """

@@ -244,9 +244,9 @@ def plan_buckets(
 ) -> BucketPlan:
     """Fill buckets in the given order, the expected ready order, and close each at its cap, as torch's DDP does.
 
-    Buckets are launched in the order of their last members. Flags join the gradient before them if the keys are equal,
-    so they cost no collective. Caps are in MiB and exclude padding. `first_bucket_cap_mb`: cap of the first bucket of
-    each key; `None`: `bucket_cap_mb`.
+    Buckets are launched in the order of their last members. Flags share the bucket of the gradient before them if the
+    keys are equal, which saves a collective. Caps are in MiB and exclude padding. `first_bucket_cap_mb`: cap of the
+    first bucket of each key; `None`: `bucket_cap_mb`.
     """
     first_cap_mb = bucket_cap_mb if first_bucket_cap_mb is None else first_bucket_cap_mb
     flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]

@@ -56,7 +56,7 @@ def launch(options: argparse.Namespace) -> int:
     options.steps = options.steps or (25 if options.check else 300)
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        require(options.ranks in (None, ranks), "--ranks", f"the {ranks} of torchrun", options.ranks)
+        require(options.ranks in (None, ranks), "--ranks", f"{ranks}, as torchrun has", options.ranks)
         try:
             _join(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
             return 0 if train(options) else 1

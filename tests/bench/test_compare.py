@@ -101,7 +101,7 @@ def test_other_machines_settings_and_cells_are_refused():
         (other, "cpu of the new run must be 'Some CPU' as in the baseline, got 'Other CPU'"),
         (replace(run_of(2), suite=replace(SUITE, steps_per_turn=3)), "steps_per_turn of the new run must be 1 as"),
         (replace(run_of(2), cells=run_of(2).cells[:3]), "cells of the new run must be 'gpt over loopback, "),
-        (run_of(2, {"ddp": 1.0}), "what both runs measured must be the reference 'oracle' and another mode"),
+        (run_of(2, {"ddp": 1.0}), "modes in both runs must be the reference 'oracle' and at least one more"),
     ):
         with pytest.raises(ConfigError, match=message):
             compare(run_of(1, {"ddp": 1.0} if "both runs" in message else FACTORS), new)
@@ -205,7 +205,7 @@ def test_a_file_becomes_values_and_user_code_is_found_in_its_directory(tmp_path)
         ("repetitions = 4", "repetition = 3", r"mine\.toml: .*unexpected keyword argument 'repetition'"),
         ("repetitions = 4", "repetitions = true", r"repetitions must be an integer >= 3, got True"),
         ('"bench_standins:tiny"', '"no-such"', r"mine\.toml: a workload must be one of gpt-6l, .*, got 'no-such'"),
-        ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', "what kind 'loopback' has must be nothing else"),
+        ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', "options of kind 'loopback' must be none"),
     ],
 )
 def test_a_wrong_value_is_named(tmp_path, old, new, error):

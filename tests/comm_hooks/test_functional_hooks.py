@@ -177,9 +177,9 @@ class TestAlone:
         [
             ("writes, compiled", "wrote to a tensor that it was given"),
             ("writes", "wrote to a tensor that it was given"),
-            ("more rounds", "must yield 1 tensors, one per round, but yields once more"),
-            ("no round", "has 1 rounds, but yields 0 tensors only"),
-            ("no tensor", "must yield 1 tensors, one per round, but yields int"),
+            ("more rounds", r"must yield one tensor per round \(1\), but yields one more"),
+            ("no round", r"must yield one tensor per round \(1\), but yields only 0"),
+            ("no tensor", r"must yield one tensor per round \(1\), but yields a value of type int"),
             ("odd parts", "yields 3 elements for all_to_all, which are not divisible by 2 ranks"),
             ("nothing", "must return the reduced gradients and the state of each, got None"),
             ("other shapes", r"must return tensors of names, shapes and dtypes .*\(7, 6\).*, got .*\(42,\)"),

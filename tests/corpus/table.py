@@ -53,7 +53,7 @@ HOW = """\
 `python tests/corpus` runs everything and writes this page. `python tests/corpus --subject ours ddp --row 3a 10` runs
 a part and prints the result. A case is a function of `tests/corpus/cases.py` that trains a `Side`: an implementation,
 or the one process that has the right result. Everything is compiled with `backend="aot_eager"`, except row 9, which
-is about Inductor. CI runs both columns of dp_compile for each change, and everything at night
+is about Inductor. CI runs both columns of dp_compile for each change, and everything in nightly runs
 (`tests/corpus/test_corpus.py`).
 """
 

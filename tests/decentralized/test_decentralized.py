@@ -451,12 +451,12 @@ def test_refused():
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     config = dp_compile.ReplicateConfig(mp_policy=policy, static_graph=True, gradient_as_bucket_view=True)
     for text, name, value in (
-        ("0 of it, 1 others", "optimizer", torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
+        ("0 of them and 1 others", "optimizer", torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
         ("LBFGS cannot update", "optimizer", lambda named: torch.optim.LBFGS([each for _, each in named])),
         ("must be a torch.optim.Optimizer, got int", "optimizer", 3),
         ("grad_clip_norm must be a number, 0 or more, got -1", "grad_clip_norm", -1),
         ("bucket_size_in_mb must be a number, above 0", "bucket_size_in_mb", 0),
-        ("topology must be of 1 ranks, as the group is, got 'ring, 4 ranks'", "topology", topology("ring", 4)),
+        ("topology must be of 1 ranks, the size of the group, got 'ring, 4 ranks'", "topology", topology("ring", 4)),
         ("got ['static_graph', 'gradient_as_bucket_view', 'reduce_dtype of mp_policy']", "config", config),
     ):
         assert text in said_by(ConfigError, **{name: value})
@@ -578,13 +578,13 @@ def test_what_every_topology_has(chosen, step):
         (lambda: topology("alternating-exp-ring", 12, 4), "number of nodes .* must be a power of two, .*, got 3"),
         (lambda: topology("complete", 6, 4), "a multiple of local_world_size"),
         (lambda: topology("torus", 4), r"one of complete, ring, one-peer-exp, alternating-exp-ring.*got 'torus'"),
-        (lambda: Edge((1, 1), 0.5), r"different numbers >= 0.*\(1, 1\)"),
+        (lambda: Edge((1, 1), 0.5), r"distinct numbers >= 0.*\(1, 1\)"),
         (lambda: Edge((0, 1), 1.5), "between 0 and 1"),
         (lambda: Topology("own", 2, ()), "steps of topology 'own' must be one or more"),
-        (lambda: Topology("own", 3, ((Edge((0, 1), 0.5),),)), "step 0, must be .*, got 'rank 2 in 0 edges'"),
+        (lambda: Topology("own", 3, ((Edge((0, 1), 0.5),),)), "step 0 of topology .*, got 'rank 2 in 0 edges'"),
         (
             lambda: Topology("own", 2, ((Edge((0, 1), 0.5),), (Edge((0, 1), 0.5), Edge((1,), 1.0)))),
-            "step 1, must be .*, got 'rank 1 in 2 edges'",
+            "step 1 of topology .*, got 'rank 1 in 2 edges'",
         ),
     ],
 )

@@ -217,7 +217,7 @@ def test_what_crosses_is_waited_for_in_the_next_forward(seen):
     for bucket, update in zip(sorted(b.wait_s or 0.0 for b in measured.buckets)[1:], updates, strict=True):
         assert forward.start_s < bucket < update.start_s < update.end_s < forward.end_s
     assert f"the last backward left {len(updates)} updates for the next forward, " in report
-    left = f"{len(step.left)} of {len(step.plan.buckets)} buckets may end under the next forward"
+    left = f"{len(step.left)} of {len(step.plan.buckets)} buckets may end during the next forward"
     assert f"{left}; not: flags have to be known when the backward ends" in text
     exposed = [each for each in explanation.buckets if each.planned is not None and each.planned.waited_s > SHORTEST_S]
     assert all(each.why.startswith("next forward reads it at") for each in exposed if each.number in step.left)

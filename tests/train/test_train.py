@@ -28,7 +28,7 @@ TINY = ("--layers", "1", "--width", "32")
         (("--bucket-cap-mb", "0"), {}, "bucket_cap_mb must be"),
         (("--save-step", "/no/such/place/step.json"), {}, "--save-step must be a file in a directory that exists"),
         ((), {"DP_COMPILE_DDP_PYTHON_HOOK": "0"}, "DP_COMPILE_DDP_PYTHON_HOOK must be unset"),
-        (("--ranks", "2"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "--ranks must be the 4 of torchrun"),
+        (("--ranks", "2"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "--ranks must be 4, as torchrun has"),
     ],
 )
 def test_bad_options_say_so_in_one_line(arguments, environment, message, capsys, monkeypatch):
