@@ -90,11 +90,11 @@ class ReplicateConfig:
             each synchronised backward. `False`: each rank keeps its own buffers, whose shapes may then differ.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
             `broadcast_buffers`. `True` with `broadcast_buffers=False`: copied at the start only.
-        check_reductions: `bool`, default `True`. Check that each new graph reduces every gradient exactly once; that in
-            each synchronised backward no rank left a parameter out, reduced another module or changed parameters too
-            early (by flags that are reduced with the gradients); and that after 2, 4, 8, ... and every 1,024
-            synchronised backwards parameters are equal on all ranks. The last check is off with a comm hook, and
-            between different machines, where optimizers may round differently.
+        check_reductions: `bool`, default `True`. Check that each new graph reduces every gradient exactly once. In each
+            synchronised backward, check by flags reduced with the gradients that no rank left a parameter out, reduced
+            another module or changed parameters too early. After 2, 4, 8, ... and every 1,024 synchronised backwards,
+            check that parameters are equal on all ranks. The last check is off with a comm hook, and between different
+            machines, where optimizers may round differently.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. Blocks the host
             until the gradients are reduced. Leave it off with a `GradScaler`, which handles such gradients itself.
         backend: `str`, default `"inductor"`. Compiler of the backward. `"aot_eager"`: same graph and passes, no code
@@ -224,5 +224,5 @@ def monitor_after_s() -> float | None:
         seconds = 0.0 if text in _FALSE else float(text)
     except ValueError:
         seconds = math.nan
-    require(seconds >= 0, MONITOR_VARIABLE, "seconds >= 0 or off", text)
+    require(seconds >= 0, MONITOR_VARIABLE, "a number of seconds >= 0, or off", text)
     return seconds or None

@@ -101,7 +101,7 @@ class PostLocalSGDOptimizer(TorchOptimizer):
 
 
 class OuterOptimizer(PostLocalSGDOptimizer):
-    """A local optimizer, and an outer SGD over the average parameter change of the ranks every `every` steps.
+    """A local optimizer; after each `every` steps, an outer SGD step with the average parameter change of all ranks.
 
     DiLoCo, arXiv 2311.08105. `outer` are the parameters after the last outer step, equal on all ranks:
 

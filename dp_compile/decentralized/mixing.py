@@ -51,7 +51,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
 class MixedBucket:
     """Parameters that are sent together: views of the tensors in `own`, or these tensors themselves.
 
-    `received`: the received values of each tensor in `own`, in the memory of `buffer`. `views`: the same by parameter.
+    `received`: views of `buffer`, the received values of each tensor in `own`. `views`: of each parameter.
     """
 
     def __init__(self, bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> None:

@@ -147,7 +147,7 @@ class GraphOps:
         return [node.all_input_nodes[0] for node in self.reductions]
 
     def view_back(self, reduced: fx.Node, place: int) -> fx.Node:
-        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter has others."""
+        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter's differ."""
         gradient, offset, member = self.bucket.members[place].gradient, self.bucket.members[place].offset, (place,)
         shape, promised = list(gradient.shape), tuple(self.reductions[place].meta["val"].stride())
         # A dimension of size one may have any stride.

@@ -34,7 +34,7 @@ MOST_ROUNDS: Final = 8  # over all batches; each size that torch makes dynamic n
 
 @dataclass(frozen=True, slots=True)
 class WarmupRecord:
-    """Counts of a warm-up's compilations on this rank, in `backwards` backwards.
+    """Counts of compilations in a warm-up on this rank. `backwards`: the number of backwards that it ran.
 
     `captures` counts compiled-autograd graphs; `graphs` counts the graphs, forward and backward, that Dynamo passed to
     a compiler. `settled`: the last round over all batches compiled nothing.

@@ -81,7 +81,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a captured backward: `collectives`, the model's own included, and `reduced_nbytes`, the input of ours.
+    """Counts of a captured backward: `collectives`, including the model's own, and `reduced_nbytes` of all buckets.
 
     Over all steps: `graphs` compiled for forward and backward, `captures` (traces) of the backward, and `recompiles`,
     which are both of these in identical later steps.

@@ -48,7 +48,7 @@ class RankError(AssertionError):
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """`world_size` processes in one group, which start with the first call and end with the thread that made it.
+    """`world_size` processes in one group. The first call starts them; they end with the thread that made this call.
 
     Args:
         method: as in `multiprocessing`. `forkserver` copies a process with torch: a pool for every test is then cheap.

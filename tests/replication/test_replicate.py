@@ -332,7 +332,7 @@ def test_variables_of_the_environment(monkeypatch):
         monkeypatch.setenv(MONITOR_VARIABLE, text)
         assert monitor_after_s() == meaning
     monkeypatch.setenv(MONITOR_VARIABLE, "soon")
-    with pytest.raises(ConfigError, match=f"{MONITOR_VARIABLE} must be seconds >= 0 or off, got 'soon'"):
+    with pytest.raises(ConfigError, match=f"{MONITOR_VARIABLE} must be a number of seconds >= 0, or off, got 'soon'"):
         monitor_after_s()
     cases = [(None, "", True), (None, " Yes ", True), (None, "OFF", False), (True, "0", True), (False, "1", False)]
     for option, text, expected in cases:
