@@ -43,7 +43,7 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
     """
     found: dict[int, torch.Tensor] = {}
     for each in params:
-        require(isinstance(each, (torch.Tensor, dict)), "each element of params", "a parameter or a group", type(each))
+        require(isinstance(each, (torch.Tensor, dict)), "items of params", "parameters or param groups", type(each))
         for parameter in each["params"] if isinstance(each, dict) else (each,):
             found[id(parameter)] = parameter
     hint = " A generator that was used up? Call model.parameters() for each averaging."

@@ -99,9 +99,9 @@ def decentralize(
         replica = replica_of(module)
         with propagate_errors(replica, CALL):
             clips = is_number(grad_clip_norm) and grad_clip_norm >= 0
-            require(clips, "grad_clip_norm", "a number, 0 or more", grad_clip_norm)
+            require(clips, "grad_clip_norm", "a number >= 0", grad_clip_norm)
             has_size = is_number(bucket_size_in_mb) and bucket_size_in_mb > 0
-            require(has_size, "bucket_size_in_mb", "a number, above 0", bucket_size_in_mb)
+            require(has_size, "bucket_size_in_mb", "a number > 0", bucket_size_in_mb)
             require(isinstance(scaler, GradScaler | None), "scaler", "a torch.amp.GradScaler or None", type(scaler))
             used_scaler = scaler or GradScaler(enabled=False)
             world_size, chosen = replica.group.world_size, topology

@@ -349,6 +349,6 @@ def _accumulated(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def reductions_in(graph: fx.Graph) -> Counter[Any]:
-    """Count the reductions in a graph after Dynamo, by `GradientId`: third and second argument of the op."""
+    """Count the reductions in a Dynamo graph by `GradientId`: the op's arguments `replica` and `index`."""
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     return Counter((node.args[2], node.args[1]) for node in nodes)

@@ -311,12 +311,12 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
     stated = all_gather_object(channel_of(replica), unique_topic(replica, "differing parameters"), own)
     usual = Counter(stated).most_common(1)[0][0]
     others, same = ([rank for rank, each in enumerate(stated) if (each == usual) is wanted] for wanted in (False, True))
-    more = f", and {len(places) - 1} more" if len(places) > 1 else ""
+    more = f"; more that differ: {len(places) - 1}" if len(places) > 1 else ""
     return (
         f"parameters differ between ranks after {sums.after} synchronised backwards: {replica.names[first]} on "
-        f"{ranks_in_words(others)} has other values than on {ranks_in_words(same)}{more}. Possible causes: weights "
+        f"{ranks_in_words(others)} has different values than on {ranks_in_words(same)}{more}. Possible causes: weights "
         "loaded or edited on some ranks only; gradients set by hand (torch.autograd.grad), which are not reduced; a "
-        "step skipped on some ranks; another optimizer, or other options of it. Load weights on every rank, reduce "
+        "step skipped on some ranks; different optimizers or optimizer options. Load weights on every rank, reduce "
         f"such gradients with torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if the difference is intended."
     )
 

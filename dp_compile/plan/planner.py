@@ -229,13 +229,13 @@ def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s:
 def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Partition:
     """Split the launch order into runs, each of which finishes as early as the runs before it allow.
 
-    This is exact for one key. With several, a run is planned as one bucket and becomes one for each key. Several stages
+    This is exact for one key. With several, a run is planned as one bucket and split into one per key. Several stages
     count as one. taken(k) is the transfer time of the first k gradients, without latencies:
 
         finish(k) = latency + taken(k) + min over i < k of [max(finish(i), ready(k)) - taken(i)]
 
     finish grows with i and ready with k. So of all i with finish(i) <= ready(k) only the last, `low`, counts, now and
-    later. Of the others only the first counts: from one to the next, finish grows by at least the time taken between,
+    later. Of the others only the first counts: from one to the next, finish grows by at least as much as taken(i),
     because a bucket that ends later starts no earlier. So there are two choices for each k.
 
     Source: MG-WFBP (arXiv 1912.09268), which tries every i.

@@ -219,7 +219,7 @@ def _one_device(
     if not devices:
         return None
     if len(devices) > 2 or devices[0] != devices[-1]:
-        raise ConfigError(f"device_ids must hold one device (output_device the same), got {device_ids}.")
+        raise ConfigError(f"device_ids and output_device must be one device, got {device_ids} and {output_device}.")
     device = devices[0]
     for name, parameter in module.named_parameters():
         if parameter.device != device:

@@ -196,7 +196,7 @@ def check(target: Selection, device: torch.device | None, *, copies_buffers: boo
     if not target.trainable:
         raise UnsupportedModuleError(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
-            "parts that are replicated already and fully_shard); there is nothing to reduce."
+            "replicated parts and modules under fully_shard); there is nothing to reduce."
         )
     for name, parameter in target.parameters.items() if device is not None else ():
         if parameter.device != device:
@@ -312,7 +312,7 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
     assert units is not None
     if any(units.values()):
         raise ConfigError(
-            "bucket_policy returned options for a module; only True or False is allowed. Call replicate() first on "
-            "a module that has other options."
+            "bucket_policy returned options for a module; only True or False is allowed. To give a module its own "
+            "options, call replicate() on it first."
         )
     return frozenset(fully_qualified(name) for name, each in module.named_modules() if each in units)

@@ -238,7 +238,7 @@ def _seen(
     unused = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
     if unused and not config.may_be_unused:  # found by flags, which have no values on the meta device
         raise UnsupportedModuleError(
-            f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Allow it: find_unused_parameters."
+            f"parameters without a gradient: {', '.join(unused[:SHOWN])}. If intended, set find_unused_parameters."
         )
     texts, collectives, nbytes = zip(*graphs[-found.captures[-1].graphs :], strict=True)
     traced, graphs_made = (later - before for later, before in zip(end, start, strict=True))

@@ -454,8 +454,8 @@ def test_refused():
         ("0 of them and 1 others", "optimizer", torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
         ("LBFGS cannot update", "optimizer", lambda named: torch.optim.LBFGS([each for _, each in named])),
         ("must be a torch.optim.Optimizer, got int", "optimizer", 3),
-        ("grad_clip_norm must be a number, 0 or more, got -1", "grad_clip_norm", -1),
-        ("bucket_size_in_mb must be a number, above 0", "bucket_size_in_mb", 0),
+        ("grad_clip_norm must be a number >= 0, got -1", "grad_clip_norm", -1),
+        ("bucket_size_in_mb must be a number > 0", "bucket_size_in_mb", 0),
         ("topology must be of 1 ranks, the size of the group, got 'ring, 4 ranks'", "topology", topology("ring", 4)),
         ("got ['static_graph', 'gradient_as_bucket_view', 'reduce_dtype of mp_policy']", "config", config),
     ):

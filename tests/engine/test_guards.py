@@ -187,9 +187,9 @@ def test_parameters_that_differ_are_named_on_every_rank(ranks2, fault, every, at
     one, other = ranks2.run(train, fault, every, at + 1)
     assert one == other
     assert not any(one[:at])
-    assert f"synchronised backwards: {name} on rank 1 has other values than on rank 0" in one[at]
+    assert f"synchronised backwards: {name} on rank 1 has different values than on rank 0" in one[at]
     assert "collectives launched" not in one[at]  # no rank is waited for
-    assert (", and 3 more" in one[at]) == (fault is load_alone)
+    assert ("; more that differ: 3" in one[at]) == (fault is load_alone)
 
 
 def test_equal_parameters_stay_equal(ranks):
