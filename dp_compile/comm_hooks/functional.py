@@ -99,7 +99,7 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     try:
         source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:
-        message = f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it."
+        message = f"the source of comm hook {hook!r} was not found, so ranks cannot compare it. Define it in a file."
         raise ConfigError(message) from error
     key = f"{kind.__module__}.{hook!r}#{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     return key, _hooks.setdefault(key, hook)

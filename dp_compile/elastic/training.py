@@ -104,7 +104,7 @@ class Training:
     Raises:
         ConfigError: `elastic.init_process_group` was not called; a training exists already; a module reduces over
             another group or reduces no gradients; a comm hook does more than cast; or an optimizer is sharded or
-            leaves updates for the next forward.
+            defers updates to the next forward.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Training:
                 raise ConfigError(f"elastic.Training averages gradients, and those of {first} are not reduced.")
             if any(each.deferred is not None or type(each) is not Update for each in replica.after.updates):
                 raise ConfigError(
-                    f"an optimizer of {first} is sharded, or leaves updates for the next forward: the state of a lost "
+                    f"an optimizer of {first} is sharded, or defers updates to the next forward: the state of a lost "
                     "rank would be lost with it. Call in_backward() without shard and overlap_forward."
                 )
 

@@ -107,7 +107,7 @@ def stable_order(
     except graphlib.CycleError as error:
         stuck = sorted(set(error.args[1]), key=now.__getitem__)[:5]
         names = ", ".join(node.name for node in stuck)
-        raise InvalidGraphError(f"nodes depend on each other in a circle: {names}") from None
+        raise InvalidGraphError(f"nodes form a dependency cycle: {names}") from None
     ready: list[tuple[Any, int]] = []
     order: list[fx.Node] = []
     while sorter.is_active():

@@ -68,7 +68,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
     if ranks == step.world_size:
         return step.cost, step.cost_source
     if step.world_size == 1:
-        raise ConfigError(f"the step ran on 1 rank, so the cost on {ranks} is not known. Give a link.")
+        raise ConfigError(f"the step ran on 1 rank, so the cost on {ranks} ranks is not known. Give a link.")
     cost = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=inside)
     return cost, f"{step.cost_source}; computed for {ranks} ranks from the cost on {step.world_size}"
 

@@ -94,7 +94,7 @@ def measured_steps(
             buckets[number].update([each.bucket] if each.bucket else [])
     fitting = [number for number, seen in buckets.items() if seen and seen <= expected] if module is None else [module]
     if len(fitting) > 1:
-        raise ConfigError(f"modules {fitting} of the trace have this plan. Profile a loop with one of them.")
+        raise ConfigError(f"modules {fitting} in the trace all have this plan. Profile a loop with only one.")
     backwards = [each for each in ranges if each.what == BACKWARD and (not fitting or each.modules.issuperset(fitting))]
     timeline = _Timeline(in_order, [each for each in ranges if each.modules == set(fitting)], len(plan.buckets))
     steps, skipped, since_us = list[MeasuredStep](), Counter[str](), -math.inf

@@ -299,7 +299,7 @@ class Step:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("not a step file of dp_compile. Save one with step_of(model).to_json().") from error
         raise ConfigError(
-            f"not a step file of this release: version {version!r} in place of {STEP_VERSION}. Save it again with "
+            f"this step file has version {version!r}, but this release reads {STEP_VERSION}. Save it again with "
             "step_of(model).to_json()."
         )
 

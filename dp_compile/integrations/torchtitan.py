@@ -146,7 +146,7 @@ def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_con
     require(backend != "full_dtensor", "parallelism.spmd_backend", allowed, backend)
     # On other devices, torchtitan itself runs without CUDA graphs.
     has_no_graph = training.disable_cuda_graphs or not torch.cuda.is_available()
-    allowed = "True: no check after a backward can run in one CUDA graph with the forward"
+    allowed = "True: checks after a backward cannot run in a CUDA graph"
     require(has_no_graph, "training.disable_cuda_graphs", allowed, False)
 
 

@@ -58,8 +58,8 @@ class ShardedStates(defaultdict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReductionError(
-            "an optimizer with sharded state was copied or pickled: the copy would have a part of the state, under "
-            "names of this process. Copy what dp_compile.optim.full_state_dict(optimizer) gives, called on every rank."
+            "an optimizer with sharded state was copied or pickled: the copy would have only this rank's part of "
+            "it. Call dp_compile.optim.full_state_dict(optimizer) on every rank and copy the result."
         )
 
 

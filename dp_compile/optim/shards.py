@@ -73,8 +73,8 @@ def cut(state: State, parameter: nn.Parameter, piece: Piece) -> State:
         if is_cut(key, value):
             if value.shape != parameter.shape:
                 raise ConfigError(
-                    f"the state that is loaded has {key} of shape {list(value.shape)} for a parameter of shape "
-                    f"{list(parameter.shape)}. Load what an optimizer over the same parameters has saved."
+                    f"the loaded state has {key} of shape {list(value.shape)} for a parameter of shape "
+                    f"{list(parameter.shape)}. Load the state of an optimizer over the same parameters."
                 )
             laid = torch.empty_strided(value.shape, dense_strides(parameter), dtype=value.dtype, device=value.device)
             value = laid.copy_(value).as_strided((value.numel(),), (1,))[piece.start : piece.stop].to(parameter.device)

@@ -96,7 +96,7 @@ class Update:
         if keep_graph:
             raise ReductionError(
                 "retain_graph=True or create_graph=True, but the optimizer changes parameters in this backward: its "
-                "graph cannot be used once more. Add the losses, or run all backwards but the last under no_sync()."
+                "graph cannot be used a second time. Add the losses, or run all backwards but the last under no_sync()."
             )
         parameters = self.setup.replica.parameters
         real = tuple(index for index in self.setup.indices() if not parameters[index].is_complex())

@@ -267,7 +267,7 @@ def view_of(member: Member, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _not_replaced(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
-    raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's")
+    raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile")
 
 
 def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:

@@ -28,7 +28,7 @@ def updates_by(replica: int) -> tuple[BucketPlan, Sequence[Any]]:
     """Return a module's plan and its `Updates` (`replica/sinks.py`) for the backward that this thread runs."""
     now = this_thread.running
     if replica >= len(now.optimizers):
-        raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
+        raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile")
     return now.plans[replica], now.optimizers[replica]
 
 

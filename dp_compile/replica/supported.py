@@ -44,7 +44,7 @@ _TWO_AVERAGES: Final = "a comm hook would average gradients differently. Use one
 
 _IS_SPARSE: Final = (
     "the gradient of {sparse} is sparse, and {added} does not support sparse gradients. Build its module with "
-    "sparse=False, or leave that out."
+    "sparse=False, or leave {added} out."
 )
 _NOT_SHARDED: Final = "the optimizer of this module cannot be sharded: %s. Use shard=False."
 
@@ -59,8 +59,8 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Only one may be registered.",
     (COMM_HOOK, HAS_RUN): "a backward of {module} has run already. Register comm hooks before the first one.",
     (FUNCTIONAL_HOOK, TWO_LEVELS): (
-        "{added} reduces the buckets of a plan, over all ranks at once: the device_mesh has two dimensions. Leave that "
-        "option as it is by default, or use another hook."
+        "{added} reduces each bucket over all ranks at once, but the device_mesh of {module} has two dimensions. Use "
+        "one dimension, or a hook of torch's that only casts."
     ),
     (CALLED_HOOK, TWO_LEVELS): (
         "{added} reduces over one group, but the device_mesh of {module} has two dimensions. Use a hook of torch's "

@@ -292,8 +292,8 @@ def refuse_dtensors(module: nn.Module, what: str) -> None:
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise ConfigError(
-                f"{what} does not know DTensor parameters, and {fully_qualified(name)} is one. Use replicate() and a "
-                "plain optimizer for a tensor-parallel module."
+                f"{what} does not support DTensor parameters, and {fully_qualified(name)} is one. Use replicate() and "
+                "a plain optimizer for a tensor-parallel module."
             )
 
 

@@ -144,7 +144,7 @@ def test_what_cannot_lose_a_rank(fake_group, monkeypatch):
     for option in ("shard", "overlap_forward"):
         model = dp_compile.replicate(nn.Linear(2, 2))
         in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), **{option: True})
-        assert "weight is sharded, or leaves updates for the next forward" in refused(model, monkeypatch)
+        assert "weight is sharded, or defers updates to the next forward" in refused(model, monkeypatch)
     model = dp_compile.replicate(nn.Linear(2, 2))
     model.register_comm_hook(powerSGD_hook.PowerSGDState(fake_group), powerSGD_hook.powerSGD_hook)
     assert "has a state or a process group" in refused(model, monkeypatch)

@@ -374,7 +374,7 @@ def test_refusals():
     crossed = [dist.new_group(each) for each in ([0, 3], [1, 2])][dist.get_rank() in (1, 2)]
     is_partial = DTensor.from_local(torch.ones(8), mesh["tp"], [Partial()])
     is_complex = distribute_tensor(torch.ones(8, dtype=torch.complex64), mesh["tp"], [Replicate()])
-    replicate, unknown = dp_compile.replicate, "does not know DTensor parameters"
+    replicate, unknown = dp_compile.replicate, "does not support DTensor parameters"
     attempts = [
         (lambda: replicate(parallel()), "device_mesh=mesh['dp']"),
         (lambda: replicate(parallel(), device_mesh=mesh["tp"]), "device_mesh=mesh['dp']"),

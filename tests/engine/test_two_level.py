@@ -73,7 +73,7 @@ def test_what_is_not_allowed_is_said_on_every_rank():
         (lambda: hooked.register_comm_hook(None, a_hook), "reduces over one group, but the device_mesh .* has two dim"),
         (
             lambda: hooked.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook()),
-            "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions",
+            "comm hook QuantizedHook reduces each bucket .*the device_mesh of .* has two dimensions",
         ),
     ]
     for attempt, text in attempts:

@@ -172,7 +172,7 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().out == f"{Explanation(step(0.004)).text(verbose=True)}\n"
     file.write_text(file.read_text().replace('"version": 6', '"version": 7'))
     assert main(["explain", str(file)]) == 2
-    assert "version 7 in place of 6" in capsys.readouterr().err
+    assert "has version 7, but this release reads 6" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -251,7 +251,7 @@ def test_refuses():
     for step, changes, message in (
         (STEP, {"ranks": 0}, "ranks must be an integer >= 1, got 0"),
         (STEP, {"link": "string"}, r"link must be one of nvlink4, .*, got 'string'"),
-        (alone, {"ranks": 2}, "the step ran on 1 rank, so the cost on 2 is not known"),
+        (alone, {"ranks": 2}, "the step ran on 1 rank, so the cost on 2 ranks is not known"),
     ):
         with pytest.raises(dp_compile.ConfigError, match=message):
             predict(step, **changes)

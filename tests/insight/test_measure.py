@@ -407,7 +407,7 @@ def test_kernels_count_where_there_are_some(collective):
         ),
         (
             [*on_host(0), *({**each, "name": each["name"].replace("module 4", "module 5")} for each in on_host(900))],
-            r"modules \[4, 5\] of the trace have this plan",
+            r"modules \[4, 5\] in the trace all have this plan",
         ),
         (
             [*on_host(0), event("dp_compile::modules 4, 5 backward", 900, 1)][-1:],

@@ -137,7 +137,7 @@ class TestLocal:
         assert replica_of(model).names == ("body.0.weight", "body.0.bias")
         with unsupported(match="Linear is managed by fully_shard already"):
             dp_compile.replicate(model.head)
-        with unsupported(match=r"has no parameter .* and fully_shard"):
+        with unsupported(match=r"has no parameter .* under fully_shard"):
             dp_compile.replicate(nn.Sequential(model.head))
         model = Net()
         torch_replicate(model.head)
