@@ -119,7 +119,7 @@ def forget_calls_that_broke() -> None:
 
 
 def forced_eager() -> bool:
-    """Return whether the user disabled compilation (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
+    """Return whether the user disabled compilation (`torch.compiler.set_stance` or TORCH_COMPILE_DISABLE)."""
     is_off = loaded("torch._dynamo.eval_frame", "_stance", "stance") == "force_eager"
     return is_off or bool(loaded("torch._dynamo.config", "disable"))
 

@@ -214,8 +214,8 @@ class Training:
                 )
             if hook is not None and hook.averaging.hook is not None:
                 raise ConfigError(
-                    f"comm hook {hook.name} of {first} has a state or a process group, which a joining process does "
-                    "not have. Use a hook that only casts, or none."
+                    f"comm hook {hook.name} of {first} may have a state or a process group, which a joining process "
+                    "does not have. Use a hook that only casts, or none."
                 )
             if not replica.state.reduces_gradients:
                 raise ConfigError(f"elastic.Training averages gradients, and those of {first} are not reduced.")

@@ -283,8 +283,8 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
             warn(
                 logger,
                 "synchronised backward %d compiled new code, which added %.1f s to the step; a recompiled forward adds "
-                "more. Causes: a new input size, a new set of used parameters, or a new mode. dp_compile.warmup() with "
-                "such a batch compiles it before training.",
+                "more. Causes: a new input size, a new set of used parameters, or a change of train()/eval(), autocast "
+                "or accumulation. dp_compile.warmup() with such a batch compiles it before training.",
                 done + 1,
                 seconds,
             )

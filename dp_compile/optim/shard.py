@@ -54,7 +54,7 @@ _MAX_GATHERS: Final = 4  # in flight when `_gather` waits for the first: each ha
 
 
 class ShardedStates(defaultdict[Any, Any]):
-    """`optimizer.state`, keyed by pieces of parameters, which exist in this process only: copying it raises."""
+    """`optimizer.state`, keyed by pieces of parameters, which exist in this process only: pickle and deepcopy raise."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReductionError(

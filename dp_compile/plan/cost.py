@@ -126,8 +126,8 @@ def link(name: str) -> Link:
 
 
 def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
-    """Return `whole`, the one-level cost over all ranks, with the costs of two levels added. A hop inside a node is the
-    link `inside`. A hop between nodes is the link `between`, of which each rank has one."""
+    """Return `whole`, the one-level cost over all ranks, with its `inside` and `between` set. A hop inside a node uses
+    the link `inside`. A hop between nodes uses the link `between`, of which each rank has its own."""
     twice_us = 2 * LAUNCH_US  # a reduce-scatter, and later an all-gather
     return replace(whole, inside=inside.cost(ranks_inside, launch_us=twice_us), between=between.cost(nodes))
 
