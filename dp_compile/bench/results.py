@@ -131,7 +131,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
-    """Return the median of the ratios of turns: a slowdown of both in a turn is not noise of the ratio.
+    """Return the median over turns of `times` / `reference`: what slows both in one turn cancels.
 
     The standard error is that of a median of normal values, sqrt(pi / 2) sigma / sqrt(n). sigma is the interquartile
     range of the logarithms divided by 1.349, which is robust to single outliers.

@@ -100,8 +100,8 @@ class NoGradients:
     def mark_ready(self, index: int) -> None:
         raise ReductionError(
             f"the gradient of {self.replica.names[index]} was completed inside an operator of a captured backward: the "
-            "operator runs a nested backward, which the graph cannot represent. Run it in a torch.autograd.Function "
-            "instead, or do not compile the forward that calls the operator."
+            "operator runs a nested backward, which the graph cannot represent. Run that backward in a "
+            "torch.autograd.Function instead, or do not compile the forward that calls the operator."
         )
 
 
@@ -172,8 +172,8 @@ class ReductionRound:
         launched = (member.gradient.index for ops, _ in self.flights for member in ops.bucket.members)
         if index in self.arrived and index in launched:
             raise ReductionError(
-                f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
-                "been reduced. Use non-reentrant checkpointing, or compile the forward."
+                f"the gradient of {self.replica.names[index]} was completed twice in one backward, the second time "
+                "after its bucket was launched. Use non-reentrant checkpointing, or compile the forward."
             )
         # Do not count this gradient yet: a user's hooks on it may run after ours and change it.
         is_next = not self.is_held and (self.before is None or not self.before.due)

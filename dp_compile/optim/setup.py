@@ -25,12 +25,12 @@ _REFUSED: Final = {
 
 def check_kind(optimizer: Any) -> None:
     """Raise if `optimizer` is not an optimizer, or cannot step in any backward."""
-    kind = type(optimizer)
+    kind, name = type(optimizer), type(optimizer).__name__
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
-    if kind in _REFUSED:
-        raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Leave in_backward out.")
+    if why := _REFUSED.get(kind):
+        raise ConfigError(f"{name} cannot update in the backward: it {why}. Use another, or leave in_backward() out.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Leave in_backward out.")
+        raise ConfigError(f"{name}(differentiable=True) cannot update in the backward. Pass differentiable=False.")
 
 
 class Setup:

@@ -56,7 +56,7 @@ class Checks:
             now = left[group]
             if now != [node for node in order if node in now]:  # has to match ranks whose graph is unchanged
                 stand, stood = (", ".join(node.name for node in each) for each in (now, order))
-                yield f"the collectives of group {group} stand in the order {stand}, before {stood}"
+                yield f"the order of collectives of group {group} changed from {stood} to {stand}"
         outputs = _outputs(graph)
         if len(outputs) != len(self.outputs):
             yield f"{len(self.outputs)} outputs became {len(outputs)}"

@@ -149,7 +149,7 @@ class BucketPlan:
         """Return a plan from the result of `to_dict`, for display only: its group names are empty.
 
         Raises:
-            KeyError, TypeError: a field is missing, unknown or of another kind.
+            KeyError, TypeError, AttributeError: a field is missing, unknown or of another kind.
         """
         buckets = []
         for bucket in data["buckets"]:

@@ -124,7 +124,7 @@ class _Sweep:
                 return fit(samples)._replace(spread=spread)
         times_ms = [taken * 1e3 for _, taken in samples]
         raise ConfigError(
-            f"no bandwidth could be fitted: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took "
+            f"no bandwidth could be fitted: collectives of {sizes[0]:,} to {max(samples)[0]:,} bytes took "
             f"{min(times_ms):.3g} to {max(times_ms):.3g} ms in {SWEEPS} sweeps, and the time does not grow with "
             "the size. Calibrate again when nothing else runs on these machines."
         )

@@ -215,7 +215,7 @@ def _one_device(
 ) -> torch.device | None:
     """Return the device for inputs, `None` if none is given. Raises ConfigError if it is not that of the parameters."""
     given = [each for each in (*(device_ids or ()), output_device) if each is not None]
-    devices = [device_of(each if isinstance(each, int) else torch.device(each), "device_ids") for each in given]
+    devices = [device_of(each if isinstance(each, int) else torch.device(each)) for each in given]
     if not devices:
         return None
     if len(devices) > 2 or devices[0] != devices[-1]:

@@ -148,7 +148,7 @@ def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.M
     return frozenset(ignored)
 
 
-def device_of(given: int | torch.device, option: str) -> torch.device:
+def device_of(given: int | torch.device, option: str = "device_ids or output_device") -> torch.device:
     """Return the device of an argument as in torch's DDP: an `int` is a GPU index. Raises ConfigError."""
     is_device = isinstance(given, torch.device) or (type(given) is int and given >= 0)
     require(is_device, option, "the number of a GPU or a torch.device", given)

@@ -200,7 +200,7 @@ def test_collectives_of_the_model_keep_the_order_of_their_group():
 
     inputs = torch.randn(2), torch.randn(2)
     checked(trace(function, *inputs).graph, swap(0, 1))
-    text = "collectives of group 0 stand in the order all_reduce_2, all_reduce, before all_reduce, all_reduce_2"
+    text = "order of collectives of group 0 changed from all_reduce, all_reduce_2 to all_reduce_2, all_reduce"
     with pytest.raises(InvalidGraphError, match=f"after pass 'users-pass': the {text}"):
         checked(trace(function, *inputs).graph, swap(0, 2))
 
