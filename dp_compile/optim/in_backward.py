@@ -53,8 +53,8 @@ def in_backward(
         overlap_forward: defer updates to the next forward if their gradients are in flight at the end of a backward.
             The forward runs each update, or with `shard` waits for the all-gather, right before it first reads the
             parameter. Use `torch.compile(model, backend="dp_compile")`: after any other forward, `step()` waits.
-            Dynamo recompiles all code in this process. Code that reads parameters past the module's methods must call
-            `model.synchronize()` first (`optim/readers.py` lists what waits). Must be equal on all ranks.
+            Dynamo recompiles all code in this process. Call `model.synchronize()` before parameters are read other than
+            by a method of the module (`optim/readers.py` lists what waits). Must be equal on all ranks.
         shard: each rank reduces and updates a part of each bucket's elements, and holds only their state. The
             optimizer must update each element independently. Every rank calls this. Save with
             `full_state_dict(optimizer)`, not `optimizer.state_dict()`; load with `load_state_dict()`.
