@@ -110,7 +110,7 @@ def train_on_links(directory):
         ):
             found.append(replicated())  # each message takes as long: a busy machine, no network
         assert max(sizes) == 2**18
-        noise = CostFit(AllReduceCost(1e-6, 1e-9), residual=0.1, spread=0.5)
+        noise = CostFit(AllReduceCost(1e-6, 1e-9), residual=0.1, spread=1.5)
         with mock.patch.object(calibration._Sweep, "fit", return_value=noise):
             found.append(replicated())
         assert not file.exists()
