@@ -287,7 +287,7 @@ def make_cacheable(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
         dtype, device = node.kwargs.get("dtype"), node.kwargs.get("device")
         if dtype and device and node.users and not node.all_input_nodes:
-            node.args = node.args[0], torch.tensor(node.args[1], dtype=dtype).item()
+            node.args = node.args[0], torch.tensor(node.args[1], dtype=dtype, device="cpu").item()
             node.kwargs = {"dtype": dtype, "device": device}
             min(node.users).prepend(node)
     for position, node in enumerate(graph.nodes):

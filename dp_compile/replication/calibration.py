@@ -44,7 +44,7 @@ logger = logging.getLogger("dp_compile.calibration")
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))  # bytes of the sweep: 1 KiB to 16 MiB
 SWEEPS: Final = 3  # at most: other load can make small messages slower than large ones, so that no line fits
 LEAST_NBYTES: Final = 2**18  # smaller messages give no bandwidth: other load adds more than their own time
-WORST_SPREAD: Final = 1.0  # above this `CostFit.spread` other load disturbs the measurement, and it is not cached
+WORST_SPREAD: Final = 1.0  # above this `CostFit.spread` load may move even the shortest times to other bins; not cached
 
 _links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | None]]] = WeakKeyDictionary()
 """The results of `remembered_cost`, by device type."""
