@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Capabilities of a backend for tensors on one device type. The defaults hold for any backend of torch.
+    """Capabilities of a backend for tensors on one device type. All defaults but `device` hold for any torch backend.
 
     A backend written in Python declares them by an attribute `dp_compile_backend` of its process group. torch's own are
     recognised by their class (`_torch.distributed.backend_of`).

@@ -1,7 +1,7 @@
 """Bucket plans: which gradients are reduced together, and in which order. Pure data, equal on every rank.
 
-A plan is a function of the parameters (order, shapes, dtypes, devices), the group and the configuration. It never
-depends on one rank's timing, cache or activations. Compiled and eager backwards run its buckets in the same order.
+A plan is a function of the parameters (order, shapes, dtypes, devices), the group, the configuration, and ready times
+and a network cost that are equal on all ranks. Compiled and eager backwards run its buckets in the same order.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Bucket:
 class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
-    `keeps_memory`: whether the next backward reuses the memory of buckets; `None`: if that is faster, see
-    `passes/memory.py`. It may differ between ranks, so `to_dict` omits it.
+    `keeps_memory`: whether the next backward reuses the memory of buckets; `None`: only a captured one, if that is
+    faster (`passes/memory.py`). It may differ between ranks, so `to_dict` omits it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -162,7 +162,7 @@ class BucketPlan:
         return BucketPlan(tuple(buckets))
 
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
-        """Return the same buckets with `key` and `sent` of `gradients`, which contain each index."""
+        """Return the same buckets with `key` and `sent` of `gradients`, which must contain each member's index."""
         now = {gradient.index: gradient for gradient in gradients}
 
         def changed(member: Member) -> Member:
@@ -172,7 +172,7 @@ class BucketPlan:
         return replace(self, buckets=tuple(Bucket(tuple(map(changed, each.members))) for each in self.buckets))
 
     def for_code(self) -> BucketPlan:
-        """Return the plan for compiled code: equal for all values of the factors that code reads at run time."""
+        """Return the plan for compiled code: equal for all values of the factors read at run time."""
         if not any(bucket.key.reduction.given for bucket in self.buckets):
             return self
         keys = ((each, each.key._replace(reduction=each.key.reduction.for_code())) for each in self.gradients)
@@ -218,7 +218,7 @@ def partition_by_size(
     first_cap_nbytes: float,
     open_after: Collection[int] = (),
 ) -> Partition:
-    """Close a bucket at its cap, or the first of each key at `first_cap_nbytes`, but not at positions in `open_after`.
+    """Return buckets closed at their cap (first of each key: `first_cap_nbytes`), but at no position in `open_after`.
 
     Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key.
     """

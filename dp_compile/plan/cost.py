@@ -32,7 +32,7 @@ class AllReduceCost:
     reduce-scatter and an all-gather, or of the collectives that the backend runs instead.
 
     Raises:
-        ConfigError: a value is negative or not finite.
+        ConfigError: a value is not a finite number >= 0.
     """
 
     alpha_s: float
@@ -52,7 +52,7 @@ class AllReduceCost:
         return {INSIDE: self.inside, BETWEEN: self.between}.get(link) or self
 
     def scaled(self, factor: float, latency: float = 1.0) -> AllReduceCost:
-        """Return the cost on a network that is `factor` times as slow, with a latency `latency` times longer still."""
+        """Return the cost on a network that is `factor` times as slow; its latency is also multiplied by `latency`."""
         levels = [None if each is None else each.scaled(factor, latency) for each in (self.inside, self.between)]
         return AllReduceCost(self.alpha_s * factor * latency, self.beta_s_per_byte * factor, *levels)
 
@@ -84,8 +84,8 @@ def ring(n: int) -> int:
 def ring_or_tree(n: int) -> int:
     """Return the hops if a library chooses a tree for small and a ring for large messages.
 
-    The cost line is below both, most where they cross, and never falls with n. Source of the tree: Sanders, Speck,
-    Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
+    The linear cost is a lower bound of both, loosest where they cross, and never falls with n. Source of the tree:
+    Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
     """
     return 2 * (n - 1).bit_length()
 
@@ -101,7 +101,7 @@ class Link:
     busbw_gb_s: float
 
     def cost(self, n: int, *, hops: Callable[[int], int] = ring, launch_us: float = LAUNCH_US) -> AllReduceCost:
-        """Return the cost of an all-reduce over n ranks if every hop is this link; 2(n-1)/n of the bytes are sent."""
+        """Return the cost of an all-reduce over n ranks if every hop uses this link; 2(n-1)/n of the bytes are sent."""
         alpha_s = launch_us * 1e-6 + self.alpha_us * 1e-6 * hops(n)
         return AllReduceCost(alpha_s, 2 * (n - 1) / (self.busbw_gb_s * 1e9 * n))
 
@@ -113,10 +113,10 @@ LINKS: Final[Mapping[str, Link]] = {
     "ethernet-100": Link(14.0, 12.5),  # one port of 100 Gb/s a rank, RoCE
     "ethernet-25": Link(14.0, 3.125),
     "pcie4-x16": Link(5.7, 31.5),  # 16 GT/s, 16 lanes, 128b/130b
-    "loopback": Link(200.0, 1.0),  # gloo over TCP; two ranks on two idle cores took 240 to 310 us: calibrate
+    "loopback": Link(200.0, 1.0),  # gloo over TCP; an all-reduce of 2 ranks on idle cores took 240 to 310 us: calibrate
 }
-"""Nominal presets. A node whose rings use k ports has up to k times the bandwidth of a port. The latencies of a hop are
-from NCCL's tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
+"""Nominal presets. A node whose rings use k ports has up to k times the bandwidth of a port. The latencies of a hop,
+except `loopback`'s, are from NCCL's tuning table (src/graph/tuning.cc, ring, Simple protocol)."""
 
 
 def link(name: str) -> Link:
@@ -133,9 +133,9 @@ def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_insi
 
 
 def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
-    """Return the cost before measurements, from the backend's nominal links. Up to eight ranks count as one node.
+    """Return the cost before measurements, from the backend's nominal links.
 
-    `ranks_inside`: ranks of a node on two network levels; `None`: one level.
+    `ranks_inside`: ranks of a node on two network levels; `None`: one level, where up to eight ranks count as one node.
     """
     inside, between = link(backend.inside), link(backend.between)
     hops = ring if inside is between else ring_or_tree
@@ -164,11 +164,11 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
 
     Samples of one size count as their median, and the smallest message as no slower than the others. Buckets are large,
     so the largest message determines the bandwidth. Sizes in between are ignored: a network with a token-bucket rate
-    limit (tc-tbf(8), cloud machines) sends the first 64 to 256 KiB at once, and the line of least deviation from all
-    sizes has 1 GB/s on a network of 0.025.
+    limit (tc-tbf(8), cloud machines) sends the first 64 to 256 KiB at once, and a line fitted to all sizes would have
+    1 GB/s on a network of 0.025 GB/s.
 
     Raises:
-        ConfigError: the largest message is not slower than the others.
+        ConfigError: the largest message takes less than 1.1 times as long as the fastest.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:
@@ -176,7 +176,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     y = {size: statistics.median(times[size]) for size in sorted(times)}
     smallest, largest, latency_s = min(y), max(y), min(y.values())
     if y[largest] < _GROWTH * latency_s:
-        raise ConfigError("times do not grow with the message size: no bandwidth follows. Measure larger messages.")
+        raise ConfigError("times hardly grow with the message size: cannot fit a bandwidth. Measure larger messages.")
     slope = min((y[largest] - latency_s) / (largest - smallest), y[largest] / largest)  # no latency below zero
     cost = AllReduceCost(y[largest] - slope * largest, slope)
     return CostFit(cost, statistics.fmean(abs(cost.seconds(size) / taken - 1) for size, taken in y.items()))

@@ -41,8 +41,8 @@ def plan_crossing(
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them. The
     plan has the best average over networks from half to twice the estimated speed; in the worst case every order is far
-    from the bound. If `planned` has a certificate, so has the result, for backward and next forward together.
-    `cuts`: whether to try other buckets, too, not only other orders. `lanes`: as `Backend.lanes`.
+    from the bound. If `planned` has a certificate, so has the result, for backward and next forward together. If a
+    reduction has several stages, returns `planned`. `cuts`: also try other buckets. `lanes`: as in `Backend`.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
@@ -85,7 +85,7 @@ def why_not_left(bucket: Bucket) -> str:
     """Return why the reduction of a bucket has to end in the backward; empty if it need not."""
     reduction = bucket.key.reduction
     if reduction.hook is not None:
-        return "a comm hook goes on after its collectives"
+        return "a comm hook computes after its collectives"
     if len(reduction.stages) > 1:
         return "its reduction has several stages"
     if all(member.gradient.name == UNUSED_FLAGS for member in bucket.members):

@@ -1,4 +1,4 @@
-"""Status bits of each rank, reduced with the last bucket.
+"""Status bits of each rank, reduced as one more gradient of the plan, usually in the last bucket.
 
 | elements                | a one means                                                                       |
 |-------------------------|-----------------------------------------------------------------------------------|
@@ -10,8 +10,8 @@
 Readers only distinguish zero from nonzero. So the elements survive averaging over any number of ranks in float64,
 float32 and bfloat16, and in float16 within the limit of `Averaging.reduction` (`MOST_IN_FLOAT16`). Lossy codecs never
 carry them. If a bit and its complement are both nonzero, ranks sent different numbers: they reduced different modules.
-The same holds for the last two: sharpness-aware minimisation moves parameters on every rank, and a move on some ranks
-makes them differ. A rank that skipped a step, because it raised after the others had the gradients, reports a move.
+If the last two are both nonzero, only some ranks changed parameters, so ranks differ; sharpness-aware minimisation does
+it on every rank. A rank that skipped a step, because it raised after the others had the gradients, reports a change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBER_BITS: Final = 24
 MORE: Final = 2 * NUMBER_BITS + 3  # number of elements after those of the parameters
 
 FAILED: Final = (*[1.0] * (2 * NUMBER_BITS), 0.0, 0.0, 0.0)
-"""Elements of a rank whose backward failed. Two modules reduce to the same only if their numbers are complements."""
+"""Elements of a rank whose backward failed. Two modules reduce to such bits only if their numbers are complements."""
 
 
 def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:

@@ -2,7 +2,7 @@
 
 The model: a link carries one stage at a time, in launch order (`reduction.launch_order`). The first stage of a bucket
 is launched when its last member is ready. A later stage is launched when the previous one has ended, and compute waits
-for that. Last stages are launched after all compute. On two network levels, the links inside and between nodes work
+for that. On two network levels, last stages are launched after all compute, the links inside and between nodes work
 concurrently, and a stage over the whole group needs both. Gradients of different keys (reduction, dtype, device) share
 the network, but never a bucket.
 

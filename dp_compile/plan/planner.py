@@ -2,7 +2,7 @@
 
 | a bucket ends                                                              | function          | selected by     |
 |----------------------------------------------------------------------------|-------------------|-----------------|
-| where the predicted end of the step is earliest, also if speeds are off 2x | `plan_optimal`    | default         |
+| where the predicted end is best in the worst case over speeds off by 2x    | `plan_optimal`    | default         |
 | at a size, as in torch's DDP                                               | `plan_fixed`      | `bucket_cap_mb` |
 | where the module that a policy names ends                                  | `plan_per_module` | `bucket_policy` |
 """
@@ -37,7 +37,7 @@ ESTIMATED: Final = "assumed to take as long as the communication, with work esti
 # Factors by which the network may be slower, compared with the backward, than estimated; the estimate itself is first.
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)  # factors on the latency, for candidates with fewer buckets
-# Shares of the best end so far by which joined buckets have to end: below 1, because several stages count as one.
+# Deadlines of joined buckets, as shares of the best end so far. Some are below 1: `_joined` only approximates the end.
 SHARES: Final = (1.0, 0.99, 0.97, 0.95)
 CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0  # of the first bucket of each key, as in torch's DDP: communication starts early
@@ -121,8 +121,8 @@ def ready_gradients(gradients: Iterable[GradientSpec], times: ReadyTimes, backwa
 class Certificate:
     """The predicted makespan of a plan and its lower bound, in seconds after the start of the backward.
 
-    `bound_s`: no partition can end earlier. `worst_ratio`: largest makespan over bound in `ERROR_BAND`. All include the
-    next forward if reductions may overlap it.
+    `bound_s`: no partition can end earlier. `worst_ratio`: largest makespan over bound, for network times of 0.5 to
+    2 times the estimate. All include the next forward if reductions may overlap it.
     """
 
     cost: AllReduceCost
@@ -148,9 +148,9 @@ def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
 
 
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> PlanResult:
-    """Plan one bucket for each key in each run of consecutive gradients, in launch order, of one unit.
+    """Plan one bucket per key for each run of consecutive gradients of one unit.
 
-    `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
+    `gradients` are in launch order. `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
     """
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
     units[UNUSED_FLAGS] = list(units.values())[-1]
@@ -162,7 +162,7 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
 
 
 def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> PlanResult:
-    """Plan the partition that is best in the worst case, over speeds off by 0.5x to 2x.
+    """Plan the candidate partition (`robust_partition`) that is best in the worst case, for speeds off by 0.5x to 2x.
 
     All ranks pass equal times, so they get equal plans. A backward of unknown duration is assumed to be as long as the
     communication, because buckets matter most in this case. `gradients` may be in any order; ties are launched in it.
@@ -264,7 +264,7 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
 def _joined(
     gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost, deadlines_s: Sequence[float]
 ) -> Partition:
-    """Join each bucket with the next one of its key if all meet each speed's deadline; several stages count as one."""
+    """Join each bucket with the next of its key if all still end in time at each speed; several stages count as one."""
     released, buckets = release_times(gradients), list(partition)
     seconds = [job.seconds for job in jobs_of(gradients, partition, cost)]
     after = list(accumulate(reversed(seconds), initial=0.0))  # total of the last n buckets, by n

@@ -101,7 +101,7 @@ class Reduction:
     given: int = 0
 
     def for_code(self) -> Reduction:
-        """Return the reduction for compiled code: equal for all values of the factors that code reads at run time."""
+        """Return the reduction for compiled code: equal for all values of the factors read at run time."""
         scale, post_scale = (1.0,) * self.given + (self.scale, self.post_scale)[self.given :]
         return replace(self, scale=scale, post_scale=post_scale)
 
@@ -151,7 +151,7 @@ class Reduction:
         if self.hook is not None:
             return f"{self.reduce_op} by {self.hook}"
         levels = f", two levels with {self.ranks_inside} ranks in a node" if self.ranks_inside > 1 else ""
-        parts = f", cut over {self.parts} ranks" if self.is_scattered else ""
+        parts = f", sharded over {self.parts} ranks" if self.is_scattered else ""
         return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels + parts
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Reduction:
 @dataclass(frozen=True, slots=True)
 class Averaging:
     """How a module's gradients are averaged, in any dtype: divided before the sum, or by a collective that averages.
-    float16 is divided by a part of the divisor before the sum, see `before_the_sum`."""
+    float16 is divided by a part of the divisor before the sum (`before_the_sum`), unless `all_before`."""
 
     wire: str | None = None  # dtype of the sum; `None`: the gradient's
     divide_by: float | None = None  # divisor of the sum; `None`: the number of ranks
@@ -182,8 +182,8 @@ class Averaging:
     ) -> Reduction:
         """Return the reduction of gradients of one dtype over a group, on its `levels` if it has any.
 
-        Factors are applied before and after all stages. With collectives that average, each stage divides by its ranks,
-        as in FSDP2. Raises `ConfigError` if the divisor would turn a flag in the same bucket into zero or NaN.
+        Factors are applied before and after all stages. With averaging collectives, each reducing stage divides by its
+        ranks, as in FSDP2. Raises `ConfigError` if the divisor would turn a flag in the same bucket into zero or NaN.
         """
         if self.hook is not None:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
@@ -212,7 +212,7 @@ class Averaging:
         if "float16" in (wire, dtype) and (largest := max(divisor, predivisor)) > MOST_IN_FLOAT16:
             raise ConfigError(
                 f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: the status bits "
-                "in their bucket would become zero. Send them in bfloat16 or float32."
+                "in their bucket would become zero. Use bfloat16 or float32, for parameters and for communication."
             )
         return Reduction(stages("sum"), 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
 
