@@ -1,4 +1,4 @@
-"""c10d's functional collectives in a graph: targets and predicates. No other file names `_c10d_functional`."""
+"""c10d's functional collectives in a graph: targets and predicates. No pass names `_c10d_functional` itself."""
 
 from __future__ import annotations
 

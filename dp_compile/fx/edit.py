@@ -80,7 +80,7 @@ def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node
     own collectives of one group, and neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
-    # Ranks whose graph is unchanged run these in the same order.
+    # Another rank may run the unchanged graph, so the order of the model's own collectives has to stay.
     others = by_group(node for node in graph.nodes if is_collective(node) and provenance_of(node) is None)
     ordered = filter(is_ordered, graph.nodes), *others.values(), chain
     pairs = itertools.chain.from_iterable(map(itertools.pairwise, ordered))

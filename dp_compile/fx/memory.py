@@ -1,9 +1,9 @@
 """Aliasing and mutation of nodes, and the peak memory of a graph in a given order, simulated on fake tensors.
 
 Tensors of one storage share a block. A block, also of an input, lives from the node that first creates a part of it to
-its last reader. Blocks of parameters (`hold`), mutated tensors and outputs live until the end. Results that generated
-code inlines have no block: pointwise results that only pointwise ops, reductions and the like read. Views, waits and
-all-reduces (in place) share the block of their input.
+its last reader. Blocks of parameters (`hold`), unused inputs, mutated tensors and outputs live until the end. Results
+that generated code inlines have no block: pointwise results that only pointwise ops, reductions and the like read.
+Views, waits and all-reduces (in place) share the block of their input.
 
 Not modelled: workspace of kernels, alignment, results that a kernel writes into its input's memory, and pointwise
 results that are stored because they have many readers.
