@@ -7,7 +7,7 @@
 On two network levels there are three stages, each followed by its wait. If ranks keep shards, there is only the first
 stage, and an update reads the shard instead of each member.
 
-Gradients are computed inside the bucket (`passes/lowering.py`), in their parameters' memory order: no copy in or out.
+Gradients are computed inside the bucket if possible (`passes/lowering.py`), without copies, in the parameters' layout.
 The averaging factor is folded into the op that computes a gradient. If that is impossible, `flat_bucket` applies it.
 """
 

@@ -64,7 +64,7 @@ LEAVE = has_side_effect(make_op(_LEAVE, _leave))
 WAIT_FOR_PARAMETERS = has_side_effect(make_op(_WAIT, wait_for_parameters))
 START = has_side_effect(make_op("forward_starts(bool training, bool of_part) -> ()", nothing))
 """Traced at the start of the forward of a module or of a part, for the backend: see `take_starts_out`. The argument
-`training` makes Dynamo guard on the mode: a forward that graph-breaks in evaluation only is compiled in training."""
+`training` makes Dynamo guard on the mode: a graph break in evaluation mode does not prevent compilation in training."""
 
 
 def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
@@ -124,7 +124,7 @@ class CompleteBeforeUse:
     Args:
         parameters: positions of the parameters among the graph's inputs.
         inputs: number of graph inputs; if the graph has another number, all its tensors are waited for at the start.
-        most: approximate limit of wait ops, each of which costs 2 to 3 microseconds (torch 2.13, CPU).
+        most: largest number of wait ops, each of which costs 2 to 3 microseconds (torch 2.13, CPU).
     """
 
     parameters: tuple[int, ...]

@@ -113,8 +113,8 @@ def _may_wait(
 ) -> set[fx.Node]:
     """Return the last accumulations of a graph whose own work may run at the end of the backward.
 
-    The inputs of this work stay in memory until then. They may take as much memory as the backward's inputs and the
-    gradients (as in torch's DDP, `overlap.py`). This usually admits all of them, but few with activation checkpointing.
+    The inputs of this work stay in memory until then. They may take as much memory as the backward's inputs,
+    without parameters, and the gradients (as in torch's DDP). This usually admits all; with checkpointing, few.
     """
     nodes = accumulations[0].node.graph.nodes
     read = {each.node: dict[Storage, int]() for each in accumulations}
@@ -158,7 +158,7 @@ def _sending(node: fx.Node, values: Values) -> float:
 def _work(node: fx.Node, values: Values) -> float:
     is_call = node.op in ("call_function", "call_method")
     if not is_call or node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
-        return 0.0  # their lists hold distinct fake tensors of the same memory
+        return 0.0  # the results of `sorts_only` calls look like new memory, but are not
     outputs = list(tensors_in(values.get(node)))
     inputs = [tensor for each in node.all_input_nodes for tensor in tensors_in(values.get(each))]
     # An op that writes into an input counts as a view, too; this is rare.
@@ -197,7 +197,7 @@ def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx
                 pass
             except Exception as error:
                 # The op fails on fake tensors, for any reason: its result and all that depend on it are unknown.
-                logger.debug("what %s makes is not known: %s", node, error)
+                logger.debug("the result of %s is unknown: %s", node, error)
             else:
                 values[node] = value
     return values
@@ -215,7 +215,7 @@ def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return the result of a call. Raise `LookupError` if it is unknown or the call would run other code."""
+    """Return the result of a call. Raise `LookupError` if it is unknown or the call would run user code."""
     if checked := dynamo.validated_outputs(node):
         return [_as_checked(values.get(output), like) for output, like in checked]
     hooked = node.args[1] if node.target is dynamo.call_hook else None

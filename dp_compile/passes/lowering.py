@@ -1,8 +1,8 @@
 """Inductor lowering of the op that fills a bucket: producers write into the memory of the bucket.
 
 The bucket is allocated before its members are computed. A matrix product gets its part of the bucket as `out=`.
-Generated code stores there, with the factor applied. A gradient is copied only if its kernel allocates the result
-itself, or if other nodes read it. Large buckets reuse the memory of the last backward (`memory.py`).
+Generated code stores there, with the factor applied. A gradient is copied if its kernel allocates the result itself,
+or if other nodes read it. Large buckets on CPUs reuse the memory of the last backward (`memory.py`).
 
 Gaps between members are undefined unless the op requests zeros. Only collectives and NCCL's NaN check read them.
 """
@@ -196,7 +196,7 @@ def _storage_of(value: Any) -> Any:
 
 
 def _is_own(bucket: Any, position: int, storage: Any) -> bool:
-    """Return whether the bucket is the only reader of a member's storage, once: the collective overwrites it.
+    """Return whether only the bucket reads a member's storage, and reads it once: the collective overwrites it.
 
     Ops may return their input (in-place updates, no-ops). They are followed back to the op that made the storage.
     """

@@ -1,4 +1,4 @@
-"""Bucket memory, and the modules for which compiled code runs. Code refers to neither: equal modules share it.
+"""Bucket memory, and the modules for which compiled code runs. Code refers to neither, so equal modules share code.
 
 glibc returns blocks above 32 MiB to the system at once, and a new one is mapped page by page (`mallopt(3)`,
 `M_MMAP_THRESHOLD`). For an embedding this takes longer than the backward: 122 MiB of rows took 60.2 ms of processor

@@ -31,11 +31,11 @@ class PeakMemory:
     ddp_nbytes: int
 
     def __str__(self) -> str:
-        return f"simulated peak memory: {format_bytes(self.nbytes)}, as torch's DDP {format_bytes(self.ddp_nbytes)}"
+        return f"simulated peak memory: {format_bytes(self.nbytes)}, with torch's DDP {format_bytes(self.ddp_nbytes)}"
 
 
 class PassResult(NamedTuple):
-    """The result of a pass, or of all. `memory`: in the new order. `collectives`: number of reductions after all."""
+    """The result of a pass, or of all. `memory`: in the new order. `collectives`: reduction stages, after all passes."""
 
     refusals: tuple[Refusal, ...] = ()
     memory: PeakMemory | None = None

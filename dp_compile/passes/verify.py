@@ -36,7 +36,7 @@ class Checks:
         self.uses = {use: whose[value] for node in graph.nodes for use, value in _reads(node) if value in whose}
 
     def run(self, graph: fx.Graph, *, after: str) -> None:
-        """Check a graph after the pass `after`. `InvalidGraphError` names that pass, and the node or the gradient."""
+        """Check a graph after the pass `after`. Raise `InvalidGraphError`, which names the pass and the problem."""
         try:
             graph.lint()
         except RuntimeError as error:
@@ -91,10 +91,10 @@ def _problems_of(bucket: Bucket, nodes: Sequence[fx.Node]) -> Iterator[str]:
     filled = [(list(node.args[3]), node.args[4]) for node in nodes if node.target is FLAT_BUCKET]  # type: ignore[arg-type]
     planned = [member.offset for member in bucket.members], bucket.numel
     if filled != [planned]:
-        yield f"{names}: its bucket is filled at {filled}, planned once {planned}"
+        yield f"{names}: its bucket is filled at (offsets, numel) {filled}, expected once {planned}"
     groups = [str(node.args[-1]) for node in filter(is_collective, nodes)]
     if groups != [stage.group for stage in bucket.key.reduction.stages]:
-        yield f"{names}: its bucket is launched on {groups}, planned is {bucket.key.reduction.stages}"
+        yield f"{names}: its bucket is launched on {groups}, expected {bucket.key.reduction.stages}"
 
 
 def _outputs(graph: fx.Graph) -> list[str]:

@@ -108,7 +108,7 @@ Compute-bound: 1.50 ms exposed of 42.5 ms, measured on rank 1.
   link: an all-reduce takes 50 us + nbytes / (10 GB/s), measured on this group
   captured backward: 4 gradients + 1 status word -> 3 collectives, 1 graph
     refused all_reduce_1: not a gradient
-    simulated peak memory: 300.0 MiB, as torch's DDP 400.0 MiB
+    simulated peak memory: 300.0 MiB, with torch's DDP 400.0 MiB
     computed in their buckets: 80.0% of 40.0 MiB
     copied 1 gradient, 8.0 MiB: token.weight
 
