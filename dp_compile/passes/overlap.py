@@ -14,8 +14,7 @@ generated code there, unless a launch needs it earlier. The second product reads
 200 layers of 32 take 12.7 ms of processor time per step, not 13.6 (alternating runs, medians of 41, 2026-11-27).
 
 Moved compute can extend lifetimes, as of an activation whose weight gradient is computed later. Only bias gradients
-and our collectives move if the simulated peak would exceed that of torch's DDP, the model has collectives, or no launch
-would be earlier.
+and our collectives move if the simulated peak would exceed DDP's, the model has collectives, or no launch is earlier.
 """
 
 from __future__ import annotations

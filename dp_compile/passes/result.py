@@ -35,7 +35,7 @@ class PeakMemory:
 
 
 class PassResult(NamedTuple):
-    """The result of a pass, or of all. `memory`: in the new order. `collectives`: reduction stages, after all passes."""
+    """The result of a pass, or of all. `memory`: in the new order. `collectives`: reduction stages after all passes."""
 
     refusals: tuple[Refusal, ...] = ()
     memory: PeakMemory | None = None
