@@ -57,7 +57,7 @@ this: Final = SimpleNamespace()  # `trainer` and `batches` of this process, set 
 
 
 def expect(name: str, path: str) -> int:
-    """On rank 0, write eager average gradients of 1 rank and of all, for `start`; return one set's bytes. Else 0."""
+    """On rank 0, write the eager average gradients of 1 rank and of all; return the bytes of one set, else 0."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)
