@@ -102,7 +102,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read the file of `save`. Raises `ConfigError` if it cannot be read, is of another version, or is no result."""
+    """Read the file of `save`. Raises `ConfigError` if it cannot be read, is of another version, or is not a result."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
@@ -116,7 +116,7 @@ def load(path: Path) -> Results:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no result of this version of `dp-compile bench`. Run it again.") from error
+        raise ConfigError(f"{path} is not a result of this version of `dp-compile bench`. Run it again.") from error
 
 
 class Ratio(NamedTuple):

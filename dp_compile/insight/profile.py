@@ -40,9 +40,7 @@ from dp_compile.plan.words import count
 
 COMPILED_IN_IT: Final = "code was compiled in it"
 IN_FLIGHT: Final = "updates of it were in flight when the block ended"
-_HOW: Final = (
-    "Under torch.profiler.profile(), record some steps of a replicated module after its code was compiled."
-)
+_HOW: Final = "Under torch.profiler.profile(), record some steps of a replicated module after its code was compiled."
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"  # torch's copies of our ranges on the GPU's timeline
 _RANGE: Final = re.compile(r"dp_compile::modules? ([\d, ]+) (?:bucket (\d+) \((.*)\) )?(\w+)")
@@ -61,7 +59,7 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
         of: the plan of the recorded run, or a step with this plan.
 
     Raises:
-        ConfigError: the file cannot be read or is no trace, it has no complete backward of this plan, or several
+        ConfigError: the file cannot be read or is not a trace, it has no complete backward of this plan, or several
             modules have this plan.
     """
     plan = of.plan if isinstance(of, Step) else of

@@ -52,7 +52,7 @@ def launch(options: argparse.Namespace) -> int:
     has_room = options.save_step is None or Path(options.save_step).absolute().parent.is_dir()
     require(has_room, "--save-step", "a file in a directory that exists", options.save_step)
     config = dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb)
-    require(config.uses_python_hook(), HOOK_VARIABLE, "unset or 1: torch's DDP has no plan", os.environ.get(HOOK_VARIABLE))
+    require(config.uses_python_hook(), HOOK_VARIABLE, "unset or 1 for this command", os.environ.get(HOOK_VARIABLE))
     options.steps = options.steps or (25 if options.check else 300)
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))

@@ -121,7 +121,7 @@ def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch):
 
 def test_files_and_exit_status(tmp_path, capsys):
     path = tmp_path / "bad.json"
-    for text, error in (("", "cannot be read"), ('{"version": 6}', "is no result of this version of `dp-compile")):
+    for text, error in (("", "cannot be read"), ('{"version": 6}', "is not a result of this version of `dp-compile")):
         if text:
             path.write_text(text)
         assert cli.main(["bench", "report", str(path)]) == 2
