@@ -71,7 +71,7 @@ def _rows(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _signature(name: str, value: Any) -> str:
-    """The name, of a function with those of its arguments."""
+    """The name of a class, or that of a function with its arguments."""
     if inspect.isclass(value):
         return name
     arguments = []

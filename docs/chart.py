@@ -1,7 +1,7 @@
 """Draws the chart of the README: `python docs/chart.py RESULT.json docs/step_time.svg`.
 
-`RESULT.json` is of `dp-compile bench run docs/chart.toml --out RESULT.json`. Bars are medians of a step over the ideal
-in the same turn, whiskers +-1.96 standard errors (`dp_compile.bench.results.ratio`).
+`dp-compile bench run docs/chart.toml --out RESULT.json` writes `RESULT.json`. Bars are median ratios of step time to
+the ideal (mode `oracle`) in the same turn, whiskers +-1.96 standard errors (`dp_compile.bench.results.ratio`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dp_compile.bench.results import Ratio, load, ratios
 
 
 def _fsdp2_replicate(workload: Workload) -> Trainer:
-    """FSDP2's `replicate` of each block and of the whole, each block compiled."""
+    """FSDP2's `replicate` of each block and of the whole model, each block compiled."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
@@ -89,7 +89,7 @@ def chart(path: Path) -> str:
     longest = max(found[network][mode].value for network in found for mode in NAMES if mode in found[network])
     scale, height = (WIDTH - LEFT - RIGHT) / longest, 30 + len(found) * (len(NAMES) * (BAR + 5) + GAP)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">', STYLE]
-    lines += ["<title>Step time over that of an ideal, which hides all communication. Lower is better.</title>"]
+    lines += ["<title>Step time over that of an ideal, which starts all communication before the backward.</title>"]
     y = GAP
     for network, times in found.items():
         times_x = network.rpartition(" ")[2].rstrip("x")

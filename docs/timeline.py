@@ -2,7 +2,7 @@
 
 Compiled DDP and dp_compile train the GPT of the benchmark, both with default options, on a shaped network where one
 all-reduce of all gradients takes as long as the compute. torch.profiler records 15 steps of rank 0 of each; the median
-step is drawn. Needs root, as each shaped network, and an idle machine.
+step is drawn. Needs root, as every shaped network does, and an idle machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
 
 
 def record(is_ours: bool) -> tuple[list[Recorded], str]:
-    """Record steps of this rank; of dp_compile, then measure some and return the step file."""
+    """Record steps of this rank. For dp_compile, then measure some, and return them as a step file, else ""."""
     trainer, batches = workers.this.trainer, [next(workers.this.batches) for _ in range(STEPS)]
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:

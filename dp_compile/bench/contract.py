@@ -16,7 +16,7 @@ from dp_compile.errors import ConfigError, require
 
 Batch = tuple[torch.Tensor, ...]
 
-SEED: Final = 20_261  # of the initial weights, equal in every mode
+SEED: Final = 20_261  # of the initial weights and, plus the rank, of the batches; equal in every mode
 # Large: gradients are computed from differences of parameters, and rounding of these must have little effect.
 PROBE_LR: Final = 64.0
 
@@ -25,18 +25,18 @@ class Rule(NamedTuple):
     """An optimizer factory, and options for a plain step."""
 
     optimizer: Callable[..., torch.optim.Optimizer]
-    plain: Mapping[str, Any]  # a step changes parameters by `PROBE_LR` times their gradient, to a part in 1e4
+    plain: Mapping[str, Any]  # a step subtracts `PROBE_LR` times the gradient, accurate to one part in 1e4
 
 
 SGD: Final = Rule(partial(torch.optim.SGD, momentum=0.9), {"lr": PROBE_LR, "momentum": 0.0})
-# AdamW adds `eps` to the root of the mean square, which is at most about 1 here and therefore negligible.
+# AdamW divides by `eps` plus the root of the mean square, which is at most about 1 here: negligible against `eps`.
 _PLAIN_ADAMW: Final = {"lr": PROBE_LR * 1e4, "eps": 1e4, "betas": (0.0, 0.0), "weight_decay": 0.0}
 ADAMW: Final = Rule(partial(torch.optim.AdamW, fused=True), _PLAIN_ADAMW)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model, its batches and its loss.
+    """A model, its batches, its loss, and its optimizer: `rule` with learning rate `lr`.
 
     `build` returns the model on CPU in float32, with equal weights for equal `torch.manual_seed`. `batch` draws a
     rank's batch from a generator that the caller has seeded for the rank. `loss` returns the scalar loss of a call of
@@ -56,9 +56,9 @@ class Workload:
 class Trainer:
     """One rank of a mode, ready to train.
 
-    `defers`: communication that a step launches overlaps the next step. An untimed step then precedes the timed ones,
-    so each of them shares the network with its predecessor's communication, as in training. `wait` keeps this
-    communication out of the turns of other modes.
+    `defers`: whether communication that a step launches overlaps the next step. If so, an untimed step precedes the
+    timed ones, so each timed step shares the network with its predecessor's communication, as in training. `wait`
+    keeps this communication out of the turns of other modes.
     """
 
     defers = False
@@ -81,8 +81,8 @@ class Trainer:
 class Mode(NamedTuple):
     """A method of data-parallel training, or a bound (`is_bound`), whose gradients are not compared.
 
-    `prepare` returns the trainer of a workload in an initialised default process group. The mode's name can set its
-    argument `cap_mb`, if it has one.
+    `prepare` returns the trainer of a workload in an initialised default process group. If it has an argument `cap_mb`,
+    the name of a built-in mode can set it (`modes.mode`).
     """
 
     name: str
@@ -98,6 +98,6 @@ def imported(name: str, kind: type[Any]) -> Any:
     try:
         found = pkgutil.resolve_name(name)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{name!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{name!r} cannot be imported and called: {type(error).__name__}: {error}") from error
     require(isinstance(found, kind), f"what {name!r} returns", f"a {kind.__name__} of dp_compile.bench", type(found))
     return found

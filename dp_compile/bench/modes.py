@@ -83,7 +83,7 @@ class Loop(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Compute them from one plain step's parameter change, then undo the step: some modes keep no gradients."""
+        """Compute gradients from the parameter change of one plain step, then undo it: some modes keep no gradients."""
         before = {name: each.detach().clone() for name, each in trainable(self.model).items()}
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         for group, _ in groups:
@@ -334,7 +334,7 @@ def mode(name: str) -> Mode:
         least = 1.0 if base == "ddp_compiled" else 0.0
         cap_mb = float(argument) if re.fullmatch(r"\d+(\.\d*)?", argument) else 0.0
         has_cap = base in MODES and MODES[base].takes("cap_mb") and cap_mb > 0 and cap_mb >= least
-        require(has_cap, f"mode {name!r}", "a mode with buckets, then ':MIB' above 0 (ddp_compiled: >= 1)", argument)
+        require(has_cap, f"mode {name!r}", "a mode with a bucket cap, then ':MIB' > 0 (ddp_compiled: >= 1)", argument)
         return MODES[base]._replace(name=name, prepare=partial(MODES[base].prepare, cap_mb=cap_mb))
     known = f"one of {', '.join(MODES)}, 'NAME:MIB' for those with a bucket cap, or 'package.module:function'"
     require(bool(base), "a mode", known, name)

@@ -115,7 +115,7 @@ def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None
     obstacles = {
         f"a shaped network joins 2 ranks, not {ranks}.": ranks != len(ADDRESSES),
         f"{' and '.join(missing)} not found: install iproute2.": missing,
-        "making network namespaces needs root: run the benchmark as root, for instance with sudo.": os.geteuid(),
+        "creating network namespaces needs root: run the benchmark as root, for instance with sudo.": os.geteuid(),
     }
     for reason, applies in obstacles.items():
         if applies:

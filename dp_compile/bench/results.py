@@ -26,7 +26,7 @@ from dp_compile.errors import ConfigError, require
 from dp_compile.plan.words import WIDTH, count, format_bytes, table
 
 VERSION: Final = 6
-MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")  # keys of `environment` that two runs must share
+MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")  # keys of `environment` that must be equal in two runs
 FALSE_ALARMS: Final = 0.01  # probability of a false regression in two runs of the same code, if turns show all noise
 TOO_NOISY: Final = 0.25  # a wider noise band is `unclear` instead of `same`
 # Smaller changes are no regression. Starts of the same code differ by memory layout and order of compilation, and turns
@@ -79,10 +79,10 @@ class Results:
 
 
 def environment() -> dict[str, str]:
-    """Return the facts that measurements depend on, besides the measured code.
+    """Return facts that measurements depend on: the machine, settings of malloc, versions of torch and this package.
 
-    `malloc`: its environment variables, also for a preloaded one, because page faults are a part of a step. `commit`:
-    of the checkout, with `-dirty` if files differ from it; the version if there is no checkout.
+    `malloc`: environment variables that set its thresholds or preload another one, because page faults are a part of a
+    step. `commit`: of the checkout, with `-dirty` if files differ from it; the version without a checkout or git.
     """
     cpus = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
@@ -102,7 +102,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read the file of `save`. Raises `ConfigError` if it is of another version or no result."""
+    """Read the file of `save`. Raises `ConfigError` if it cannot be read, is of another version, or is not a result."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
@@ -116,7 +116,7 @@ def load(path: Path) -> Results:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not what `dp-compile bench run` writes. Run the benchmark again.") from error
+        raise ConfigError(f"{path} is not a result of this version of `dp-compile bench`. Run it again.") from error
 
 
 class Ratio(NamedTuple):
@@ -142,7 +142,7 @@ def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
 
 
 def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
-    """Return each measured mode's ratio to the reference, by mode and `step`; from three starts, also `until warm`."""
+    """Return each measured mode's ratio to the reference, by mode and `step`; with >= 3 starts also `until warm`."""
     measured, found = cell.measured(), {}
     if reference not in measured:
         return {}
@@ -165,14 +165,14 @@ def lines(results: Results) -> Iterator[str]:
     suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
     fastest = Counter(name for name in map(_fastest, cells) if name)
     found = ", ".join(f"`{name}` in {number} of {len(cells)}" for name, number in fastest.most_common())
-    yield from (f"# `{suite.name}`: fastest {found or 'none beyond noise'}", "")
+    yield from (f"# `{suite.name}`: fastest mode: {found or 'none beyond noise'}", "")
     where = ", ".join(f"{key} {each}" for key, each in results.environment.items() if each)
     turns = f"{count(suite.repetitions, 'turn')} of {count(suite.steps_per_turn, 'step')}"
     yield from textwrap.wrap(
         f"{results.started[:16]} UTC, {where}. {count(suite.ranks, 'rank')}, {turns}, {count(suite.starts, 'start')}, "
-        f"caches {suite.caches}. With +-: over the time of `{suite.reference}` in the same turn, median and 1.96 "
-        "standard errors; its own with quartiles. The slowest rank counts. *Italic*: a bound, whose gradients are not "
-        "reduced.",
+        f"caches {suite.caches}. Values with +-: ratio to `{suite.reference}` in the same turn, median and 1.96 "
+        "standard errors. Values in ms: median and quartiles. The slowest rank counts. *Italic*: a bound, whose "
+        "gradients are not reduced.",
         WIDTH,
     )
     for cell in cells:
@@ -213,9 +213,9 @@ def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
 def compare(baseline: Results, new: Results) -> tuple[str, int]:
     """Return the verdict with a table for each cell, and the number of regressions. Bounds are not compared.
 
-    A changed ratio to the reference counts if the change exceeds `TOLERANCE` and the noise band. The band is the
-    standard error times the normal quantile of one-sided error `FALSE_ALARMS` / number of comparisons (Bonferroni).
-    Counts have no noise: any increase is a regression. Raises if machines, settings, cells or all modes differ.
+    A changed ratio counts if the change exceeds `TOLERANCE` and the noise band: the standard error times the normal
+    quantile of one-sided error `FALSE_ALARMS` / number of comparisons (Bonferroni). Any higher count is a regression.
+    Raises `ConfigError` if machines, settings or cells differ, or the baseline has no ratio to compare.
     """
     old, here = (
         {name: each.environment[name] for name in MACHINE}
@@ -228,7 +228,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
     reference, pairs = baseline.suite.reference, list(zip(baseline.cells, new.cells, strict=True))
     times = [list(_times(*pair, reference)) for pair in pairs]
     number = sum(map(len, times))
-    require(number > 0, "modes in both runs", f"the reference {reference!r} and at least one more", "fewer")
+    require(number > 0, "modes in the baseline", f"the reference {reference!r} and at least one more", "fewer")
     sure = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / number)
     lines: list[str] = []
     regressions = unclear = 0
@@ -242,7 +242,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
         lines += table([head, *rows], left=[0, 1, 2])
         for name, what, _, after, reason in found:
             lines += ["", *textwrap.wrap(f"{name}, {what}, is lost: {reason}", WIDTH)] if after is None else []
-    text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} times over {reference}"
+    text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} ratios to {reference}"
     text += f", {unclear} of them unclear," if unclear else ""
     return "\n".join([f"{text} and in all counts", *lines]) + "\n", regressions
 

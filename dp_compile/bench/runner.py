@@ -46,7 +46,7 @@ class Runner:
     scratch: Path
 
     def probe(self, name: str) -> Cell:
-        """Write the expected gradients, time compute on all ranks concurrently, and return a cell without network."""
+        """Write the expected gradients, time mode `compute` if a rate depends on it, return a cell without network."""
         say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:

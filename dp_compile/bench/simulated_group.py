@@ -85,7 +85,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._send(0.5, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Copy immediately, not at the deadline: only code before the training gathers."""
+        """Copy immediately, not at the deadline: all-gathers run only before the training."""
         with torch.no_grad():
             for each, own in zip(outputs, inputs, strict=True):
                 for tensor in each:
@@ -195,7 +195,7 @@ class StreamNetwork:
 
 @hidden_from_dynamo
 class _Enqueued(dist.Work):
-    """A collective on a GPU. `wait` blocks the current stream until the network's stream is done, not the host."""
+    """A collective on a GPU. `wait` blocks the current stream until it has ended, but never the host."""
 
     def __init__(self, wire: torch.cuda.Stream, tensors: list[torch.Tensor]) -> None:
         super().__init__()

@@ -24,14 +24,14 @@ class Suite:
 
     Args:
         workloads, modes: built-in names, or `package.module:function` that returns a `Workload` or a `Mode`.
+        networks: one or more, with distinct names. In TOML, tables with the fields of `Network`.
         reference: the mode in the denominator of ratios.
         ranks: number of processes per mode, except on a simulated network.
-        warmup_steps: number of untimed steps after the first gradients, which compile.
-        repetitions: number of turns of each mode, alternating with the other modes.
+        warmup_steps: number of steps after the first gradients and before the turns, part of the time until warm.
+        repetitions: number of turns of each mode, alternating with the other modes. 3 or more.
         steps_per_turn: number of steps timed together, for workloads whose step takes a few milliseconds.
-        starts: number of timed starts of each mode until warm, in turns. The last start also does the timed steps.
-        caches: of compiled code. `shared`: that of the machine; `cold`: an empty one for each start; `warm`: one for
-            each mode, filled by a start that is not timed.
+        starts: how often each mode is started and timed until warm. The processes of the last start do the turns.
+        caches: compiled code. `shared`: the machine's; `cold`: empty at each start; `warm`: filled by an untimed start.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Suite:
         for key in ("workloads", "modes", "networks"):
             names = [each.name if isinstance(each, Network) else each for each in getattr(self, key)]
             are_names = bool(names) and len(set(names)) == len(names) and all(isinstance(each, str) for each in names)
-            require(are_names, key, "a list of distinct names", names)
+            require(are_names, key, "a list of one or more distinct names (networks: tables)", names)
         least = {"ranks": 1, "starts": 1, "repetitions": 3, "steps_per_turn": 1, "warmup_steps": 0}
         for key, minimum in least.items():
             require_integer(key, getattr(self, key), minimum)

@@ -57,7 +57,7 @@ this: Final = SimpleNamespace()  # `trainer` and `batches` of this process, set 
 
 
 def expect(name: str, path: str) -> int:
-    """Write on rank 0 the eager average gradients of 1 rank and of all, for `start`. Return the bytes of one set."""
+    """On rank 0, write the eager average gradients of 1 rank and of all; return the bytes of one set, else 0."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)

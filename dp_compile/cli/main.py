@@ -31,7 +31,7 @@ _FORMAT: Final[dict[str, Any]] = {"formatter_class": argparse.RawDescriptionHelp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `dp-compile`. Returns the exit status: 0 done, 1 failed, 2 bad options, 130 interrupted."""
+    """Run `dp-compile`. Returns the exit status: 0 done, 1 failed, 2 bad options or files, 130 interrupted."""
     args = _build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dp-compile", description="Data-parallel training under torch.compile.")
     versions = f"dp-compile {version('dp_compile')}, torch {version('torch')}, Python {platform.python_version()}"
-    parser.add_argument("--version", action="version", version=versions, help="print the versions of it and of torch")
+    parser.add_argument("--version", action="version", version=versions, help="print versions of dp-compile and torch")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for declare in (_add_train, _add_explain, _add_timeline, _add_predict, _add_bench):
         declare(partial(subparsers.add_parser, **_FORMAT))
@@ -75,16 +75,16 @@ def _add_train(add: Add) -> None:
         help="train a small GPT on several processes and show what happened to its gradients",
         description="Train a small GPT on the source of Python's standard library, data parallel.",
         epilog="""\
-Without torchrun it starts two processes on this machine, which take half a
-minute on two idle cores, most of it compilation. Bytes are tokens, losses are
-in nats per byte, of rank 0. Step times leave out two steps, which compile.
+Without torchrun it starts its processes on this machine. Two of them take half
+a minute on two idle cores, most of it compilation. A token is a byte. Losses
+are rank 0's, in nats per byte. Step times exclude two steps, which compile.
 """,
     )
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
-    parser.add_argument("--width", type=int, default=128, metavar="N", help="%(default)s; a multiple of 32")
-    parser.add_argument("--steps", type=int, metavar="N", help="(300, with --check 25)")
+    parser.add_argument("--width", type=int, default=128, metavar="N", help="a multiple of 32 (%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (300, with --check 25)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, at least 2)")
-    parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="close buckets at this size, do not plan")
+    parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="bucket size in MiB (default: planned)")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -147,7 +147,7 @@ def _add_timeline(add: Add) -> None:
         "timeline",
         help="draw a step: compute and network, planned and measured",
         description="Draw a saved step as *.svg or *.json, a trace for ui.perfetto.dev.",
-        epilog="Times are predicted. Of a measured step both are drawn, on one axis.",
+        epilog="Times are predicted. Measured ones, if any, are drawn below on the same axis.",
     )
     _add_step(parser)
     parser.add_argument("-o", "--output", type=Path, action="append", required=True, metavar="FILE")
@@ -190,9 +190,9 @@ Nothing is run. Buckets are planned for each row if the step's were.
     )
     _add_step(parser)
     parser.add_argument("--ranks", metavar="N,..", type=whole_numbers, default=[None], help="numbers of ranks")
-    text = "every hop between ranks is such a link"
+    text = "link between ranks (on two levels of network, between nodes)"
     parser.add_argument("--link", metavar="NAME,..", type=words, default=[None], help=text)
-    parser.add_argument("--dtype", metavar="NAME,..", type=words, default=[None], help="in which gradients are sent")
+    parser.add_argument("--dtype", metavar="NAME,..", type=words, default=[None], help="dtype of sent gradients")
     parser.set_defaults(run=_predict)
 
 
@@ -225,8 +225,8 @@ def _predict(args: argparse.Namespace) -> int:
 _OF_BENCH: Final = """\
 A suite is packaged, or a TOML file:
 
-  # Your own are functions in a module of the file's directory, which return a
-  # dp_compile.bench.contract.Workload or Mode: "my_models:net".
+  # Your own workload or mode is a function in a module of the file's directory.
+  # It returns a dp_compile.bench.contract.Workload or Mode: "my_models:net".
   workloads = ["gpt-4l"]
   modes = ["oracle", "ddp", "ddp:5", "ours"]
   networks = [
@@ -276,7 +276,7 @@ def _bench_run(args: argparse.Namespace) -> int:
 
     suite = suites.load(args.suite)
     path = Path(args.out or f"bench-{suite.name}.json")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it stops ranks and removes networks
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops ranks and removes networks
     try:
         found = runner.run(suite, path)
     finally:

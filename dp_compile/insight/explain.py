@@ -25,7 +25,7 @@ COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not k
 
 
 class ExplainedBucket(NamedTuple):
-    """One bucket. `why`: the reason for its exposed time, or "hidden". `planned`: `None` if there is one rank."""
+    """One bucket. `why`: the cause of its exposed time, or "hidden". On one rank `why` is "" and `planned` `None`."""
 
     number: int
     bucket: Bucket
@@ -45,18 +45,18 @@ class Advice(NamedTuple):
     change: str
     gain_s: float
     share: float  # the gain as a share of the predicted end
-    at_most: bool = False  # the gain is that for a backward of half or twice the assumed length
+    at_most: bool = False  # the larger gain for half and for twice the length of the backward
 
 
 class Explanation:
-    """An explanation of a step's duration, to print. Times are seconds after the start of the backward.
+    """An explanation of a step's duration, to print. Times are predictions in seconds.
 
-    `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`,
-    `exposed_s`: predictions, including the next forward if communication may end under it; `None` for one rank.
-    `bound_s`: lower bound on the end of any plan (`release_time_bound`).
+    `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`: end of the
+    backward, of communication, and of the next forward if communication may overlap it. `exposed_s`: how long compute
+    waits for communication. Both are `None` for one rank. `bound_s`: lower bound of `end_s` for any plan.
 
     Raises:
-        ConfigError: the measured buckets are not those of the plan.
+        ConfigError: the measurement has another number of buckets than the plan.
     """
 
     def __init__(self, step: Step) -> None:
@@ -92,7 +92,7 @@ class Explanation:
     __str__ = text
 
     def summary(self) -> Iterator[str]:
-        """Yield the verdict, then a line each for the plan, the prediction and the measurement."""
+        """Yield the verdict, then lines about the plan, the prediction, the measurement, the backward and the link."""
         step, seen = self.step, self.step.measured
         yield _verdict(self)
         ways = "".join(f", {times} {way}" for way, times in step.backwards)
@@ -119,7 +119,7 @@ class Explanation:
 
     @cached_property
     def buckets(self) -> tuple[ExplainedBucket, ...]:
-        """All buckets in launch order. `why` names the largest gradient that releases it, maybe an earlier bucket's."""
+        """All buckets in launch order. "waits for" names the largest of the latest gradients up to this bucket."""
         step, seen = self.step, self.step.measured
         alone = [None] * len(step.plan.buckets)
         planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
@@ -144,7 +144,7 @@ class Explanation:
 
 
 def _end_s(step: Step) -> float:
-    """Return the predicted end, including the next forward if communication may end under it."""
+    """Return the predicted end, including the next forward if communication may overlap it."""
     return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
 
 
@@ -189,7 +189,7 @@ def _verdict(this: Explanation) -> str:
         return f"{estimate}one rank, nothing to communicate."
     share = this.exposed_s / this.end_s if this.end_s else 0.0
     if this.bound_by == NOT_KNOWN:
-        return f"{estimate}{share:.0%} exposed if compute lasts as long as its bytes."
+        return f"{estimate}{share:.0%} exposed if compute takes as long as communication."
     if seen is None:
         return f"{estimate}{this.bound_by}-bound, {format_ms(this.exposed_s)} ({share:.0%}) exposed."
     forward = seen.next_forward if this.step.has_two_halves else None
@@ -203,19 +203,19 @@ def _notes(step: Step) -> Iterator[str]:
     if step.capture is not None:
         yield from f"captured backward: {step.capture}".splitlines()
     if step.world_size == 1:
-        yield "no timeline: there is one rank, and nothing to communicate"
+        yield "no prediction: there is one rank, and nothing to communicate"
     if step.left:
         others = [bucket for number, bucket in enumerate(step.plan.buckets) if number not in step.left]
-        why = ", ".join(sorted({why_not_left(bucket) or "another reader" for bucket in others}))
+        why = ", ".join(sorted({why_not_left(bucket) or "other code reads the gradients" for bucket in others}))
         left, number = len(step.left), len(step.plan.buckets)
         yield f"{left} of {number} buckets may end during the next forward{'; not: ' if why else ''}{why}"
     for each in (each for each in step.optimizers if each.stayed is False and each.left):
         yield (
             f"step() waits for what {each.name} defers: the forward is not one graph of "
-            'torch.compile(model, backend="dp_compile"). Predicted is a step without that overlap'
+            'torch.compile(model, backend="dp_compile"). The prediction is without that overlap'
         )
     if eager := dict(step.backwards).get("eager hooks", 0):
-        yield f"{eager} of its backwards were reduced by eager hooks; predicted is a captured one"
+        yield f"{eager} of its backwards were reduced by eager hooks; the prediction is for a captured one"
 
 
 def _table(this: Explanation, most: int) -> Iterator[str]:

@@ -62,7 +62,7 @@ class Report:
 def report(module: nn.Module) -> Report:
     """Return the plan of a replicated module, its captures, and counts of its backwards.
 
-    If torch's own DDP reduces the gradients (`ddp_python_hook=False`), the report has only this and the ranks.
+    If torch's own DDP reduces the gradients (`ddp_python_hook=False`), the report has only mode and world size.
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
@@ -96,7 +96,7 @@ def step_of(module: nn.Module) -> Step:
     """Return a module's latest step: its plan, ready times and link, and what was captured and measured last.
 
     Raises:
-        UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+        UnsupportedModuleError: the module is not replicated, reduces no gradient, or has run no synchronised backward.
     """
     replica = replica_of(module)
     if not replica.state.reduces_gradients:
@@ -135,7 +135,7 @@ def explain(module: nn.Module) -> Explanation:
     anything was measured.
 
     Raises:
-        UnsupportedModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+        UnsupportedModuleError: the module is not replicated, reduces no gradient, or has run no synchronised backward.
     """
     return Explanation(step_of(module))
 
@@ -170,11 +170,11 @@ class Measurement:
 def measure(module: nn.Module) -> Iterator[Measurement]:
     """Measure this rank's synchronised backwards inside the block with torch.profiler; train about five steps there.
 
-    Afterwards `step_of(module).measured` is the step with the median backward. Times are host times for parameters on
-    the CPU and kernel times on a GPU, including the profiler's overhead. Nothing is recompiled and no communication is
-    added, so one rank may measure alone. Updates deferred to the next forward are measured if that forward is in the
-    block. Backwards are measured if they are reduced by eager hooks, or captured and compiled already. If none was
-    measured, a warning gives the reason, and `step_of(module).measured` does not change.
+    Yields a `Measurement`. Afterwards `step_of(module).measured` is the step with the median backward. Times are host
+    times for parameters on the CPU and kernel times on a GPU, including the profiler's overhead. Nothing is recompiled
+    and no communication is added, so one rank may measure alone. Updates deferred to the next forward are measured if
+    it is in the block. Backwards of this module alone are measured if eager hooks reduce them or they were compiled
+    before. If none was measured, a warning gives the reason, and `step_of(module).measured` does not change.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, reduces no gradient, or a profiler records already.

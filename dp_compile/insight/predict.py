@@ -36,7 +36,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
         dtype: dtype of sent floating gradients: `bfloat16`, `float16` or `float32`.
 
     Raises:
-        ConfigError: a value is not allowed, or the step ran on one rank and no link is given.
+        ConfigError: a value is not allowed, or a step of one rank is predicted for more without a link.
     """
     ranks = step.world_size if ranks is None else ranks
     require_integer("ranks", ranks, 1)
@@ -74,7 +74,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
 
 
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
-    """Return the cost of a collective for another number of ranks on the same link, at least 2 (or two nodes).
+    """Return the cost of a collective for another number of ranks, at least 2 (or two nodes), on the same link.
 
     Latency per hop and bus bandwidth are computed from the given cost by `ring_or_tree`. `LAUNCH_US` of the latency is
     independent of the ranks, as in `Link.cost`. On two levels nodes keep their size, `ranks_inside`.

@@ -6,7 +6,7 @@
 | finish    | end of the n-th `gloo:all_reduce`          | end of the NCCL kernel                               |
 | waited    | length of the ranges `bucket N (...) wait` | from the end of earlier compute to the kernel's end  |
 | backward  | the range `backward`                       | from the first kernel launched in it to the last one |
-| forward   | `Torch-Compiled Region` before it          | kernels launched in them, first begin to last end    |
+| forward   | `Torch-Compiled Region` before it          | kernels launched in each, first begin to last end    |
 | optimizer | `Optimizer.step#...` after it              | the same                                             |
 
 A kernel belongs to the range in which the host launched it (`correlation`). gloo processes collectives in launch order,
@@ -40,9 +40,7 @@ from dp_compile.plan.words import count
 
 COMPILED_IN_IT: Final = "code was compiled in it"
 IN_FLIGHT: Final = "updates of it were in flight when the block ended"
-_HOW: Final = (
-    "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took."
-)
+_HOW: Final = "Under torch.profiler.profile(), record some steps of a replicated module after its code was compiled."
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"  # torch's copies of our ranges on the GPU's timeline
 _RANGE: Final = re.compile(r"dp_compile::modules? ([\d, ]+) (?:bucket (\d+) \((.*)\) )?(\w+)")
@@ -61,8 +59,8 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
         of: the plan of the recorded run, or a step with this plan.
 
     Raises:
-        ConfigError: the file cannot be read or is no trace, has none of our ranges, or is of another plan or of several
-            modules with this plan.
+        ConfigError: the file cannot be read or is not a trace, it has no complete backward of this plan, or several
+            modules have this plan.
     """
     plan = of.plan if isinstance(of, Step) else of
     data = trace if isinstance(trace, Mapping) else _read(Path(trace))

@@ -1,6 +1,6 @@
 """One step of a replicated module as data: its plan with its inputs, the capture, the measurement.
 
-Explanations, timelines, predictions and dumps read only this value, here or on another machine. Times are seconds,
+Explanations, timelines and predictions read only this value, here or on another machine. Times are seconds,
 those of buckets after the start of the backward. Without `measured` every time is an estimate.
 """
 
@@ -42,7 +42,7 @@ class MeasuredBucket:
     """One bucket in one measured backward."""
 
     launch_s: float
-    finish_s: float | None  # end on the network; `None`: the source does not show it, it is between launch and wait
+    finish_s: float | None  # end on the network; `None`: not shown by the source, but not after the last wait
     waited_s: float  # duration of compute's waits for it
     start_s: float | None  # start on the network, `None` as `finish_s`
     wait_s: float  # start of the first wait
@@ -91,7 +91,7 @@ class MeasuredStep:
 
     @property
     def exposed_s(self) -> float:
-        """The time for which compute waited for communication, in the backward and the next forward."""
+        """The time for which compute waited for reductions, in the backward and the next forward."""
         return sum(bucket.waited_s for bucket in self.buckets)
 
     @property
@@ -135,7 +135,7 @@ class MeasuredStep:
 
 
 def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Return the step with the median backward, of at least one step of one rank under one plan. Of two, the shorter.
+    """Return the step with the median backward (the lower one), of one or more steps of one rank under one plan.
 
     It is one real backward, because medians of each bucket would not add up to a backward. Times of forward and
     optimizer are medians of the steps that have them.
@@ -245,7 +245,7 @@ class Step:
 
     @property
     def end_s(self) -> float:
-        """The predicted end of the backward and its communication; with two halves, less the next forward."""
+        """The predicted end of the backward and its communication, less compute of a next forward that overlaps it."""
         buckets = planned_buckets(self)
         if self.left:
             return self.backward_s + sum(bucket.waited_s for bucket in buckets)
@@ -260,7 +260,7 @@ class Step:
     def bound_s(self) -> float:
         """A lower bound of `end_s` for any plan: `release_time_bound`, then the all-gathers.
 
-        With two halves: the longer of all compute and all communication, less the next forward.
+        If the next forward may overlap it: the longer of all compute and all communication, less that forward.
         """
         if self.has_two_halves:
             return max(self.backward_s, self.communication_s - self.forward_s)

@@ -151,7 +151,7 @@ def timeline_picture(step: Step) -> str:
         y += _LINE
         parts.append(_text(16, y, text))
     y += _LINE
-    legend = "A number is a bucket on the network. Exposed: nothing is computed while it is waited for."
+    legend = "A number is a bucket on the network. Exposed: compute waits for communication."
     parts.append(_text(16, y, legend, f' fill="{_DIM}"'))
     start_s, end_s = min(event.start_s for event in events), max(event.end_s for event in events)
     scale = (_RIGHT - _LEFT) / ((end_s - start_s) or 1.0)

@@ -52,7 +52,7 @@ def launch(options: argparse.Namespace) -> int:
     has_room = options.save_step is None or Path(options.save_step).absolute().parent.is_dir()
     require(has_room, "--save-step", "a file in a directory that exists", options.save_step)
     config = dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb)
-    require(config.uses_python_hook(), HOOK_VARIABLE, "unset: torch's DDP has no report", os.environ.get(HOOK_VARIABLE))
+    require(config.uses_python_hook(), HOOK_VARIABLE, "unset or 1 for this command", os.environ.get(HOOK_VARIABLE))
     options.steps = options.steps or (25 if options.check else 300)
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -71,7 +71,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def _join(local_rank: int, local_ranks: int, directory: str = "") -> None:
-    """Join torchrun's group, or that of the pool with a directory; on a GPU if each rank of this machine has one."""
+    """Join torchrun's group, or with a `directory` the pool's; on a GPU if each rank of this machine has one."""
     shared: dict[str, Any] = {"init_method": f"file://{directory}/store", "rank": local_rank, "world_size": local_ranks}
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_ranks else torch.device("cpu")
     if device.type == "cuda":
@@ -86,7 +86,7 @@ def _join(local_rank: int, local_ranks: int, directory: str = "") -> None:
 
 
 def train(options: argparse.Namespace) -> bool:
-    """Train on this rank, then destroy the process group; rank 0 prints. Returns whether the check passed."""
+    """Train on this rank, then destroy the process group; rank 0 prints. Returns `False` if `--check` failed."""
     device = torch.device(distributed.working_device(None))
     torch.manual_seed(0)
     heads = options.width // HEAD_WIDTH

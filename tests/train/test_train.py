@@ -27,7 +27,7 @@ TINY = ("--layers", "1", "--width", "32")
         (("--width", "130"), {}, "--width must be a multiple of 32, got 130"),
         (("--bucket-cap-mb", "0"), {}, "bucket_cap_mb must be"),
         (("--save-step", "/no/such/place/step.json"), {}, "--save-step must be a file in a directory that exists"),
-        ((), {"DP_COMPILE_DDP_PYTHON_HOOK": "0"}, "DP_COMPILE_DDP_PYTHON_HOOK must be unset"),
+        ((), {"DP_COMPILE_DDP_PYTHON_HOOK": "0"}, "DP_COMPILE_DDP_PYTHON_HOOK must be unset or 1"),
         (("--ranks", "2"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "--ranks must be 4, as torchrun has"),
     ],
 )
