@@ -1,4 +1,4 @@
-"""The private-torch boundary: only these modules import private torch names. All other modules import from here.
+"""The private-torch boundary: only `_torch/` imports private torch names. All other modules import them from here.
 
 | file          | contents                                        | import cost                   |
 |---------------|-------------------------------------------------|-------------------------------|

@@ -1,4 +1,4 @@
-"""Compiled autograd and Dynamo. Importing this loads Dynamo: import it only in code that runs once we compile."""
+"""Compiled autograd and Dynamo. Importing this loads Dynamo: import it only in code that captures or compiles."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def unchanged_by_prologue(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> dic
 
 
 def make_cacheable(graph: fx.Graph) -> None:
-    """Remove from a captured graph what differs between processes, or cannot be pickled, in the key of a cache.
+    """Make a captured graph usable as a cache key: replace what differs between processes or cannot be pickled.
 
     Built-in autograd functions are called by their names; a custom one has a number, so a graph with it is not cached.
     A backward that AOTAutograd's cache returns with its forward has other node names and `aten.full` calls than a

@@ -1,1 +1,1 @@
-"""Every backward: which way it goes, its capture, its hooks; what ranks agree on, and who is waited for."""
+"""Every backward: dispatch to a captured or eager run, gradient hooks, checks between ranks, and the hang monitor."""

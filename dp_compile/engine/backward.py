@@ -1,16 +1,16 @@
-"""Entry of every backward of the process: finds the replicated modules it reaches, and captures it or runs it eagerly.
+"""Entry of every backward that Python starts: finds the modules it reaches, and captures it or runs it eagerly.
 
 The entry wraps the autograd engine while replicated modules exist. Backwards that reach none of them run unchanged.
 
 | forward of the module            | reduced by                                                        |
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, captured with the backward as one graph                    |
-| not compiled; compiled, and the  | hooks, run eagerly: the same collectives, logged once             |
+| not compiled; compiled, and the  | hooks, run eagerly: the same collectives; logs the reason once    |
 | capture is not possible, failed, |                                                                   |
 | or not worth its time            |                                                                   |
 
 A nested backward (reentrant checkpointing) belongs to the outermost one, at whose end its gradients are reduced. A
-backward is nested if it finds a graph task or a `BackwardState`. It must test both: a captured backward has no graph
+backward is nested if a graph task or a `BackwardState` exists. Both are tested: a captured backward has no graph
 task, and the engine's threads for accelerators do not have our thread-local `BackwardState`.
 """
 
@@ -54,20 +54,21 @@ COMES_AGAIN: Final = 64
 """The first `AT_ONCE` graphs of a module under one plan are compiled at their first use, others after `COMES_AGAIN`
 uses. Otherwise a model that takes another path in each step would be compiled in each step."""
 MOST_CAPTURES: Final = 32
-"""The limit of captures per module. Graphs of equal structure may still differ, in a number that code depends on."""
+"""The limit of captures per module. `COMES_AGAIN` does not limit graphs of one structure that differ in a constant."""
 _CAPTURE_PATIENCE_S: Final = 600.0
 
 _scope = threading.local()
 
 
 def install_entry() -> None:
-    """Route every backward of the process through `_enter`. Does nothing if installed already."""
+    """Route every backward that Python starts through `_enter`. Does nothing if installed already."""
     autograd.watch_engine(_enter)
 
 
 @contextlib.contextmanager
 def compiled_backward() -> Iterator[None]:
-    """Capture and compile the backwards in this block, also if their forward was not compiled."""
+    """Context manager: capture and compile this thread's backwards in it, also if their forward was not compiled. A
+    backward that cannot be captured runs eagerly, and a warning has the reason."""
     before = getattr(_scope, "forced", False)
     _scope.forced = True
     try:
@@ -104,7 +105,7 @@ class _Call(NamedTuple):
                 time.sleep(0.002)
 
 
-@compiler.untraced("dp_compile decides at each backward how it is reduced")
+@compiler.untraced("dp_compile decides at each backward how its gradients are reduced")
 def _enter(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     wait_for_window()
     call = _Call(*args, **kwargs)
@@ -158,8 +159,7 @@ def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tens
 def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Sequence[Replica]) -> None:
     """Raise if a nested backward reaches a parameter through a node of the captured one: torch 2.13 loses gradients.
 
-    A cast (by a mixed precision policy or by hand) is such a node. Its result must be used both inside and outside of
-    a reentrant checkpoint.
+    For example, a cast (of a policy or by hand) whose result is used both inside and outside of the checkpoint.
     """
     if outermost.nodes is None:
         outermost.nodes = {each for each in _nodes(outermost.outputs) if autograd.leaf_behind(each) is None}
@@ -247,7 +247,7 @@ def _meet(state: BackwardState) -> None:
         uneven.announce(state.synced)
     for replica in state.synced:
         if replica.after.updates and replica.history.synced_backwards:
-            check_parameters(replica)  # of the last step: in a backward, captured and eager ranks update at other times
+            check_parameters(replica)  # of the last step: within a backward, ranks may update at different times
     state.launches = list(map(launches_so_far, state.synced))
 
 
@@ -278,7 +278,7 @@ def _leave(state: BackwardState, error: BaseException) -> None:
     except Exception as another:
         if is_of_other_ranks(another):
             raise
-        message = "failed, and did not launch its remaining collectives; other ranks wait for them until their time-out"
+        message = "a backward failed without launching its remaining collectives; other ranks wait until their time-out"
         warn(logger, message, exc_info=True)
 
 
@@ -311,7 +311,7 @@ def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
     """Run a backward captured, or eagerly if an obstacle prevents or ends its capture."""
     obstacle, is_refused = _obstacle(state, call), False
     if obstacle is None:
-        # A local import: it loads Dynamo and Inductor, which the forward's compilation has loaded already.
+        # A local import: it loads Dynamo and Inductor, which a compiled forward has loaded already.
         from dp_compile.engine.compile import described
 
         with Capturing(state) as turn:
@@ -425,7 +425,7 @@ def complete_backward(
 
 
 def _state_of(call: _Call) -> BackwardState:
-    """Return the state of a backward and its modules. `torch.autograd.grad` has none: it accumulates nothing."""
+    """Return the state of a backward with its modules: none for `torch.autograd.grad`, which accumulates nothing."""
     if not call.accumulate_grad:
         return BackwardState(call.tensors)
     replicas, strangers, is_compiled = _search(call.tensors)
@@ -433,7 +433,7 @@ def _state_of(call: _Call) -> BackwardState:
         leaves = [leaf for leaf in map(_leaf_of, call.inputs) if leaf is not None]
         replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
     elif not replicas:
-        for replica in owners if strangers else ():  # all parameters of a module may be replaced ones
+        for replica in owners if strangers else ():  # all parameters of a module may have been replaced
             if replica.state.sync and replica.config.check_reductions:
                 refuse_unreduced(replica, strangers)
     # The gradients of the last module are usually ready first. Any order works that is equal on all ranks.
@@ -446,7 +446,7 @@ def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], b
     """Return the replicas reached, the parameters of no replica, and whether the backward is compiled.
 
     It is, if AOTAutograd compiled a part of its graph or `compiled_backward` is active. Walks the graph depth first
-    until the result is known. The first leaf is usually a parameter next to a compiled backward: a few nodes.
+    until the result is known. This usually takes a few nodes: a compiled backward, and a parameter next to it.
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
@@ -532,7 +532,7 @@ def _obstacle_of_tensors(replicas: Sequence[Replica], outputs: Sequence[Any]) ->
     if any(map(is_dtensor, outputs)) or any(map(autograd.leaves_dtensors, _nodes(outputs))):
         return "operations on DTensors in it were not compiled"
     if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.module.dtensors):
-        return "it adds to gradients that are DTensors in buckets, which this torch does not trace"
+        return "it accumulates into DTensor gradients that are views of buckets, which this torch cannot trace"
     return None
 
 
@@ -543,7 +543,7 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
     if len({each.config.backend for each in replicas}) > 1:
         return "modules in it have different backends"
     if any(len(replica.history.captures) >= MOST_CAPTURES for replica in replicas):
-        return f"it was compiled {MOST_CAPTURES} times, for other graphs"
+        return f"a module in it has {MOST_CAPTURES} compiled backwards already, for other graphs"
     if not all(replica.state.reduces_gradients for replica in replicas):
         return "no gradient of a module in it is reduced"
     if any(replica.module.sparse for replica in replicas):

@@ -60,7 +60,7 @@ class CapturedBackward:
             values: Values = {}
             if binding not in self._compiled or any(each.reduces and each.planning.awaits_graph for each in replicas):
                 values = fake_values(self._graph_module, (inputs, *rest))
-                if self._finalize_plans(replicas, binding, values):  # plans changed, and the binding depends on them
+                if self._finalize_plans(replicas, binding, values):  # plans may have changed, and with them the binding
                     binding = self._bind(backward, inputs, rest[2])
             compiled = self._compiled.get(binding)
             if compiled is None:
@@ -72,7 +72,7 @@ class CapturedBackward:
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):
             # NotTraced: another thread is tracing, and Dynamo then skips every frame in the process.
-            # OtherMemory: inputs of code that updates parameters alias differently than at compilation: recompile next.
+            # OtherMemory: inputs alias differently than at compilation. The next backward compiles again.
             del self._compiled[binding]
         except DPCompileError:
             raise

@@ -88,7 +88,7 @@ class CompiledBackward:
                 started, record = time.monotonic(), self._record
                 if self._run is None:
                     module, self._assigned = with_reductions(self._graph, self._replicas)
-                    # The plain method: `GraphModule.__call__` wraps errors in code that Dynamo would trace and hide.
+                    # Not `GraphModule.__call__`: Dynamo would also trace its error handling, which hides the error.
                     options: dict[str, Any] = {"guard_filter_fn": self._needed_guards}
                     self._run = torch.compile(
                         module.forward, backend=self._compile_whole, fullgraph=True, options=options

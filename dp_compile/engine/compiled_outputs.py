@@ -15,7 +15,7 @@ from dp_compile.replica.replica import Replica, owners
 
 @dataclass(eq=False, slots=True)
 class CorrectedOutputs:
-    """A context that corrects two faults of torch 2.13, which occur under `torch.compile` alone and with DDP too.
+    """A context that corrects two faults of torch 2.13, which `torch.compile` also has without this package.
 
     **Hooks of unused parameters.** A mixed precision policy casts every parameter at the start of a forward. The code
     of a batch that skips some of them has their casts but returns no gradient for them. The engine passes None on and

@@ -58,8 +58,7 @@ class _Flags:
 
 
 _flags: Final[weakref.WeakKeyDictionary[Replica, _Flags]] = weakref.WeakKeyDictionary()
-_settled: Final[Counter[str]] = Counter()
-"""The number of flags reduced in each group, by group name; equal on every rank."""
+_settled: Final[Counter[str]] = Counter()  # by group name: how often flags were reduced; equal on every rank
 
 
 def _of(replica: Replica) -> _Flags:
@@ -141,7 +140,7 @@ def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor
     (`left_alone`). The content of the bucket is then still to be sent.
     """
     more = flags[len(replica.parameters) :]
-    holds = more[0] * more[NUMBER_BITS] == 0  # no bit and its complement are both set; on the device, to avoid a sync
+    holds = more[0] * more[NUMBER_BITS] == 0  # a failed rank sets bit 0 and its complement; no device sync
     with torch.no_grad():
         for member, old, new in zip(bucket.members, run.bucket.state, run.new_state, strict=True):
             for name, tensor in old.items() if member.gradient.index not in left_alone else ():
@@ -214,8 +213,9 @@ def _who_failed(replica: Replica, number: int) -> str:
             if channel is not None and rank != own and channel.store.check([key]):
                 texts.append(f"; rank {rank} left backward {backward} with an error: {channel.store.get(key).decode()}")
     return (
-        f"rank {own}, module of {replica.names[0]}: synchronised backward {backward} is void{''.join(texts[:4])}. No "
-        "rank has averaged gradients. Call zero_grad() on every rank and continue, or stop."
+        f"rank {own}, module of {replica.names[0]}: synchronised backward {backward} is void{''.join(texts[:4])}. On "
+        "CPUs no rank has averaged gradients: call zero_grad() on every rank and continue, or stop. On GPUs this "
+        "rank may have stepped since: restore a checkpoint on every rank."
     )
 
 
@@ -240,7 +240,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
-    """Return the messages of ranks that missed a step, otherwise that `no_sync` differs between ranks."""
+    """Return the messages of ranks that missed a step, otherwise one that `no_sync` differs between ranks."""
     channel = channel_of(replica) if reduced.event is None else None
     missed = all_gather_object(channel, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, missed)) or (

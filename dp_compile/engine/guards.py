@@ -4,8 +4,8 @@
   its tensors are new (`check_gradients_have_hooks`, `compile.py`), an eager one before it runs. A walk through a large
   module takes milliseconds, so the guard walks only if a quick snapshot of its objects has changed.
 - Equal: if one rank alone loads weights or sets gradients by hand, the ranks train different models without an error.
-  After a synchronised backward a checksum of each parameter is all-reduced (maximum and minimum). The next backward
-  reads the result, which is ready by then.
+  At intervals a checksum of each parameter is all-reduced (maximum and minimum). The next synchronised backward reads
+  the result, which is ready by then.
 - Finite: with `check_nan`.
 """
 
@@ -356,7 +356,7 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor] | None, o
 
 
 def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
-    """Return whether gradients are finite on all ranks. Ranks hold different DTensor shards, so they all-reduce it."""
+    """Return whether gradients are finite on all ranks. Ranks with different DTensor shards all-reduce the result."""
     checks = [grad.isfinite().all() for grad in grads]
     finite = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=replica.device)
     sharding = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))

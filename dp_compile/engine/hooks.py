@@ -149,8 +149,7 @@ class ReductionRound:
     arrived: dict[int, None] = field(default_factory=dict)  # parameters in the order in which gradients were completed
     awaited: list[int] | None = field(init=False)
     """Members of the next bucket in reverse order; completed ones are popped. `None`: all buckets are launched."""
-    flights: list[tuple[EagerOps, Generator[None, None, torch.Tensor]]] = field(default_factory=list)
-    """The launched buckets."""
+    flights: list[tuple[EagerOps, Generator[None, None, torch.Tensor]]] = field(default_factory=list)  # launched
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Allocates buckets in memory that is reused after the round unless it became a gradient. `None`: no reuse."""
     new: frozenset[int] = frozenset()  # had no gradient before: `.grad` may alias the bucket; others are written to
@@ -423,10 +422,8 @@ def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) ->
 
 
 def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> GradientReceiver:
-    """Return the receiver for a module whose backward `engine/backward.py` did not see begin.
-
-    Raises ReductionError if an update must follow the backward: only the engine sees its end.
-    """
+    """Return the receiver for a module whose backward `engine/backward.py` did not see begin. Raises ReductionError
+    inside `join`, or if an update must follow the backward: only `engine/backward.py` runs it."""
     if replica.state.sync and (not replica.state.reduces_gradients or replica.after.parts_to is not None):
         what = "sharded optimizer" if replica.state.reduces_gradients else "step at the end of each backward"
         raise ReductionError(
@@ -436,7 +433,10 @@ def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = N
     if not replica.reduces:
         return UnsyncedGradients(replica)
     if replica.state.uneven is not None:
-        raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
+        raise ReductionError(
+            f"inside join(), the module of {replica.names[0]} is reached only by a nested backward (reentrant "
+            "checkpointing) or by a backward launched from C++. Use checkpoint(..., use_reentrant=False)."
+        )
     replica.state.step_guard.begin()
     finalize_plans([replica])
     meet_before_launch([replica])

@@ -1,8 +1,8 @@
-"""Finds the rank that a backward waits for. A thread in each process publishes its progress; others read it on failure.
+"""Finds the rank that a backward waits for. A thread per process publishes progress, which other ranks read on failure.
 
-The thread writes a status to the store of the default process group once a second, over its own connection. It runs
-while the main thread waits, sleeps or compiles. A rank whose status does not change while another rank reads it is not
-responding. The thread ends with the last replica, or with the process group.
+The thread writes a status to the store of the default process group once a second (less often above 1,000 ranks), over
+its own connection. It runs while the main thread waits, sleeps or compiles. A rank whose status does not change while
+another rank reads it is not responding. The thread ends with the last replica, or with the process group.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
 
 
 class Watched:
-    """A context around a synchronised backward. It raises torch's errors as `CommunicationError` with the late rank."""
+    """A context of a backward: adds the late rank to communication errors. torch's become `CommunicationError`."""
 
     __slots__ = ("_bases", "_replicas", "_since_s", "_warnings", "thread")
 
@@ -167,7 +167,7 @@ _failed: Final[dict[str, tuple[str, bool]]] = {}
 
 
 def _launched(replica: Replica) -> int:
-    """Return the number of launched collectives of the kind of which each bucket has one: global or between nodes."""
+    """Return the number of collectives launched globally and between nodes: one per bucket, unless a hook has more."""
     groups, levels = [replica.group.process_group], replica.group.levels
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))

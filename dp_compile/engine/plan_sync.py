@@ -1,9 +1,9 @@
 """Finalizes the plan of a module in its first synchronised backward, equal on every rank.
 
 Before tracing that backward, every rank computes the plan from the ready times in the captured graph of the group's
-first rank. The ranks compare the plan before use. If the first rank has no graph, the plan of `replicate` stays. The
-ranks synchronise again before the first collective: one may compile for minutes what another finds in a cache. The
-time-out of collectives does not allow for that.
+first rank. The ranks compare the plan before use. If the first rank has no graph, the plan of `replicate` changes only
+if a collective's cost was measured. The ranks synchronise again before the first collective: one may compile for
+minutes what another finds in a cache. The time-out of collectives does not allow for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
     """Finalize the plans of replicas that are about to reduce for the first time. Does nothing for the others.
 
     `times`: ready times of a replica's gradients in the captured graph. If the group's first rank has none, the plan
-    stays as it is. After an error, all ranks keep the plan they have.
+    changes only if a collective's cost was measured. After an error, all ranks keep the plan they have.
     """
     times, asked = times or {}, []
     for replica in replicas:
@@ -49,7 +49,7 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
             signature = {"the new plan": planned.plan.signature()}
             check_consistent(channel_of(replica), unique_topic(replica, "new plan"), signature)
             replica.adopt(planned, ready)
-            logger.info("the plan of the first synchronised backward: %s; before %s", describe_plan(replica), before)
+            logger.info("the plan of the first synchronised backward: %s; before: %s", describe_plan(replica), before)
 
 
 def meet_before_launch(replicas: Iterable[Replica]) -> None:

@@ -29,11 +29,11 @@ class BackwardState:
     is_compiled: bool = False  # AOTAutograd compiled a part of its forward, or the user forces a capture
     thread: int = field(default_factory=threading.get_ident)
     wanted: dict[Replica, tuple[UpdateRequest, ...]] = field(default_factory=dict)  # what optimizers update in it
-    late: dict[Replica, ReductionRound] = field(default_factory=dict)  # rounds of modules that only nested ones reach
+    late: dict[Replica, ReductionRound] = field(default_factory=dict)  # of modules that only nested backwards reach
     nodes: set[Any] | None = None  # nodes of its graph except leaves, collected for its first nested backward
     launches: list[int] | None = None
-    """The number of collectives launched in the groups of `synced` before this backward; `None` before `_meet`."""
-    is_announced: bool = False
+    """For each of `synced`, the number of collectives launched in its groups before this backward; set by `_meet`."""
+    is_announced: bool = False  # `_meet` has begun
     completed: list[Replica] = field(default_factory=list)  # replicas whose `complete_backward` has begun
     ran: bool = False  # its captured graph has started: autograd's own graph cannot run any more
     is_spoilt: bool = False  # its capture aborted and left autograd's own graph unusable
@@ -82,8 +82,8 @@ _current: BackwardState | None = None
 class Capturing:
     """A context for one captured backward. Entering returns `None` if another capture is in progress in the process.
 
-    It is a class, not a generator, like all contexts that every backward enters. The CPU caches are cold between steps,
-    and the time of a generator is then visible in the steps of a small model.
+    It is a class, not a generator: the CPU caches are cold between steps, and the time of a generator is then visible
+    in the steps of a small model.
     """
 
     __slots__ = ("_has_turn", "_state")
