@@ -40,7 +40,7 @@ on the joint batch, or a count. A row shows what the code does in one case, not 
 | cell | result |
 |---|---|
 | right | parameters, gradients and buffers are those of one process, within rounding, or the count is right |
-| refused | an error on every rank that names a parameter, an option or the rank; with dp_compile within 10 s |
+| refused | an error or warning on every rank that names parameter, option, rank or cause; with dp_compile within 10 s |
 | wrong | no error, and wrong numbers; the footnote says which value, and by how much |
 | crash | an error that names none of these, or the process is aborted |
 | hang | a rank waits until the time-out of its group, {timeout} here (30 minutes by default for gloo), or longer |
