@@ -178,7 +178,7 @@ def functional(workload: Workload, backend: str = "inductor") -> Trainer:
     function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the overlap on a
     GPU. On a CPU scheduling fails, because Inductor queries Triton for bandwidths (torch 2.13): there it only buckets.
     """
-    inductor.config.load_config(OVERLAPPED if torch.cuda.is_available() else BUCKETED)
+    inductor.config.load_config(OVERLAPPED if device().type == "cuda" else BUCKETED)
     return Loop(workload, lambda model: torch.compile(_ReducedInBackward(model), backend=backend, fullgraph=True))
 
 

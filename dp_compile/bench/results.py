@@ -155,9 +155,12 @@ def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
 
 
 def failures(results: Results) -> list[str]:
-    """Return one line for each failed mode."""
-    failed = [(cell, mode) for cell in results.cells for mode in cell.modes if mode.reason]
-    return [f"{mode.name} over {at.network}, {at.workload}: {mode.reason.splitlines()[0]}" for at, mode in failed]
+    """Return one line for each cell and mode that was not measured."""
+    reasons = [(f"{cell.workload} over {cell.network}", cell.skipped) for cell in results.cells]
+    reasons += [
+        (f"{mode.name} over {at.network}, {at.workload}", mode.reason) for at in results.cells for mode in at.modes
+    ]
+    return [f"{what}: {why.splitlines()[0]}" for what, why in reasons if why]
 
 
 def lines(results: Results) -> Iterator[str]:
@@ -182,8 +185,7 @@ def lines(results: Results) -> Iterator[str]:
         yield from (head, re.sub(r"[^|]", "-", head), *others)
         if cell.mb_per_s:
             yield f"\nAn all-reduce: latency {cell.alpha_us:.0f} us, {cell.mb_per_s:.4g} MB/s."
-    skipped = [f"{cell.workload} over {cell.network}: {cell.skipped}" for cell in results.cells if cell.skipped]
-    reasons = dict.fromkeys(each.splitlines()[0] for each in failures(results) + skipped)
+    reasons = failures(results)
     yield from ("", "## Not measured", "") if reasons else ()
     for each in reasons:
         yield from textwrap.wrap(f"- {each}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)

@@ -89,7 +89,7 @@ def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[
         parameter, error = compare(gradients, torch.load(expected, mmap=True)[real_ranks])
     if warmup_steps:
         seconds += warmup_steps * steps(warmup_steps)
-    if torch.accelerator.is_available():
+    if device().type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
     else:
         with suppress(OSError):  # without this reset, the peak includes the compilation
@@ -119,14 +119,14 @@ def steps(count: int) -> float:
 def end() -> tuple[int, Mapping[str, int]]:
     """Return the memory peak in bytes since `start`, and the counts of the mode."""
     counts = this.trainer.counts()
-    if torch.accelerator.is_available():
+    if device().type != "cpu":
         return int(torch.accelerator.max_memory_allocated()), counts
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0, counts
 
 
 def _synchronize(*, only_compute: bool = False) -> None:
-    if torch.accelerator.is_available():
+    if device().type != "cpu":
         stream = torch.accelerator.current_stream()
         stream.synchronize() if only_compute else torch.accelerator.synchronize()
 

@@ -244,9 +244,9 @@ examples:
   dp-compile bench compare before.json bench-short.json
   dp-compile bench report bench-short.json          prints the tables again
 
-Exit status: 0; 1 if a mode failed, became slower than noise explains or does
-more than before; 2 if a suite, file or option is wrong, or two runs cannot be
-compared.
+Exit status: 0; 1 if a mode was not measured, became slower than noise explains
+or does more than before; 2 if a suite, file or option is wrong, or two runs
+cannot be compared.
 """
 
 

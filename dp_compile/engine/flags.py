@@ -212,11 +212,10 @@ def _who_failed(replica: Replica, number: int) -> str:
         with contextlib.suppress(RuntimeError):
             if channel is not None and rank != own and channel.store.check([key]):
                 texts.append(f"; rank {rank} left backward {backward} with an error: {channel.store.get(key).decode()}")
-    return (
-        f"rank {own}, module of {replica.names[0]}: synchronised backward {backward} is void{''.join(texts[:4])}. On "
-        "CPUs no rank has averaged gradients: call zero_grad() on every rank and continue, or stop. On GPUs this "
-        "rank may have stepped since: restore a checkpoint on every rank."
-    )
+    text = f"rank {own}, module of {replica.names[0]}: synchronised backward {backward} is void{''.join(texts[:4])}. "
+    if replica.device.type == "cpu":
+        return text + "No rank has averaged gradients. Call zero_grad() on every rank and continue, or stop."
+    return text + "This rank may have stepped since then. Restore a checkpoint on every rank, or stop."
 
 
 def _who_reduced_what(replica: Replica, number: int) -> str:

@@ -262,7 +262,7 @@ def _launch(replica: Replica, after: int) -> _Sums:
     of_host = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
     facts = zlib.crc32(repr((torch.__version__, torch.version.git_version, of_device, of_host)).encode())
     with torch.no_grad():
-        sums = fingerprints([replica.parameters[index] for index in indices])
+        sums = fingerprints([replica.parameters[index] for index in indices]).to(device)
         own = torch.cat([torch.tensor([facts], device=device), sums])
         reduced = torch.stack([own, ~own])
         work = dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=replica.group.process_group, async_op=True)

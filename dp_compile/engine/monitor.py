@@ -28,6 +28,8 @@ from dp_compile._torch import compiler, distributed
 from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine.flags import in_one_line
 from dp_compile.errors import CommunicationError, DesyncError
+from dp_compile.plan.buckets import Bucket
+from dp_compile.plan.reduction import ALL_REDUCE, INSIDE, REDUCE_SCATTER
 from dp_compile.plan.words import count, ranks_in_words
 from dp_compile.replica.replica import Replica, warn
 from dp_compile.replica.store_channel import (
@@ -131,7 +133,9 @@ class Watched:
         for topic, replica in self._replicas.items():
             own = Progress(replica.history.synced_backwards, self.launched(topic))
             sharing = [each for each in self._replicas.values() if each.group.name == replica.group.name]
-            buckets = [each.members[0].gradient.name for each in replica.plan.buckets] if len(sharing) == 1 else []
+            buckets = [each.members[0].gradient.name for each in replica.plan.buckets]
+            if len(sharing) > 1 or replica.called_hook or not all(map(_is_launched_once, replica.plan.buckets)):
+                buckets = []
             text = f"rank {rank}, module of {replica.names[0]}: synchronised backward {own.done + 1}, {own.launched}"
             text += f"{f' of {len(buckets)}' if buckets else ''} collectives launched; "
             if statuses is None:
@@ -172,6 +176,12 @@ def _launched(replica: Replica) -> int:
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))
     return sum(distributed.collectives_launched(each, replica.device) for each in groups)
+
+
+def _is_launched_once(bucket: Bucket) -> bool:
+    """Return whether `_launched` counts a bucket as one. Paired sends are no collective."""
+    ops = [stage.op for stage in bucket.key.reduction.stages if stage.link != INSIDE]
+    return ops in ([ALL_REDUCE], [REDUCE_SCATTER])
 
 
 def _place(thread: int | None) -> str:

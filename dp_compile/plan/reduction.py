@@ -202,7 +202,8 @@ class Averaging:
             predivisor, given = before_the_sum(divisor), 2
         # NCCL may return wrong results with AVG and one rank (FSDP2's `_get_gradient_divide_factors`).
         elif self.in_collective and self.divide_by is None and backend.averages and world_size > 1:
-            return Reduction(stages("avg"), 1.0, wire=wire)
+            if all(stage.op != EXCHANGE for stage in stages("avg")):  # an exchange only adds up
+                return Reduction(stages("avg"), 1.0, wire=wire)
         for factor in (divisor, predivisor):
             if not LEAST_FACTOR <= factor <= MOST_FACTOR:
                 raise ConfigError(

@@ -19,7 +19,7 @@ import pytest
 from dp_compile.bench import networks, results, runner, suites, workers
 from dp_compile.bench.contract import Trainer
 from dp_compile.bench.networks import Network, NetworkError, open_network
-from dp_compile.bench.results import Cell, ModeResult, Results, compare, environment
+from dp_compile.bench.results import Cell, ModeResult, Results, compare, environment, failures
 from dp_compile.bench.suites import Suite
 from dp_compile.bench.workloads import workload
 from dp_compile.cli import main as cli
@@ -93,6 +93,7 @@ def test_a_mode_that_fails_now_is_a_regression():
     assert re.search(r"^lost +ours +step +1.015 +-\n(.*\n)+ours, step, is lost: rank 1 died$", text, re.MULTILINE)
     skipped = with_first_cell(run_of(2), modes=(), skipped="no sockets")
     assert compare(run_of(1), skipped)[1] == 2
+    assert failures(skipped) == ["gpt over loopback: no sockets"]
 
 
 def test_other_machines_settings_and_cells_are_refused():

@@ -42,6 +42,11 @@ def test_float16_is_divided_as_fsdp_does(world_size):
     assert (found.scale, found.post_scale) == (1 / before, 1 / after)
 
 
+def test_an_exchange_adds_up_and_does_not_average():
+    found = Averaging(scattered=True).reduction("0", replace(NCCL, scatters=False), 4, "float32")
+    assert (found.reduce_op, found.scale) == ("sum", 0.25)
+
+
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("way", ["captured", "eager hooks"])
 @on_ranks("ranks2")
