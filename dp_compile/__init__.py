@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dp_compile.replication.replicate import unreplicate as unreplicate
     from dp_compile.replication.warmup import warmup as warmup
 
-# The module of each name, imported on the first access: torch alone takes seconds to import, its compilers as long
-# again, and a process that only reads a step file needs neither.
+# The module of each name, imported on the first access: importing torch takes seconds, importing its compilers takes as
+# long again, and a process that only reads a step file needs neither.
 _HOME = {
     name: home
     for home, names in {

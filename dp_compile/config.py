@@ -1,4 +1,4 @@
-"""All options of `dp_compile`, each with its name, default, unit and check.
+"""The fields of `ReplicateConfig` and the environment variables, each with its name, default, unit and check.
 
 Sizes in `*_mb` are MiB (2**20 bytes), as in torch's DDP.
 """
@@ -62,13 +62,13 @@ class ReplicateConfig:
             `replicate` or `DistributedDataParallel` reduces them. `None`: the value of the environment variable
             `DP_COMPILE_DDP_PYTHON_HOOK`, `True` if it is unset.
         bucket_cap_mb: `float | None`, MiB, default `None`. Bucket size, as in torch's DDP: a bucket is closed when it
-            holds at least this much, the first one of each dtype and device at 1 MiB. `math.inf`: one bucket per dtype
-            and device, after a first one of 1 MiB. `None`: a planner chooses the buckets for the shortest step.
+            holds at least this much, the first one of each dtype and device at 1 MiB if that is less. `math.inf`: after
+            the first, one bucket per dtype and device. `None`: a planner chooses the buckets for the shortest step.
         cost: `AllReduceCost | None`, default `None`. Latency and bandwidth of an all-reduce, from `calibrate().cost`,
-            for the planner. `None`: measured once per number of ranks, device and backend, and cached on disk.
+            for the planner. `None`: measured once per number of ranks by host, device and backend, and cached on disk.
         gradient_divide_factor: `float | None`, default `None`. Divisor of the sum of gradients, as FSDP2's
             `set_gradient_divide_factor`. `None`: the number of ranks. Gradients are divided before the sum; in float16,
-            part of the factor is applied after it, as in FSDP. With NCCL and `None` the collective averages.
+            part of the factor is applied after it, as in FSDP. With `None`, NCCL averages dtypes other than float16.
         mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. Has the semantics of
             `fully_shard` in the installed torch. `param_dtype`: floating parameters are cast to it for the forward and
             the backward; parameters, `.grad`, state dict and optimizer keep their dtype. `reduce_dtype`: gradients are
@@ -78,7 +78,7 @@ class ReplicateConfig:
             `None`: no casts.
         find_unused_parameters: `bool`, default `False`. As in torch's DDP: gradients that no rank produced stay
             unchanged, those that some ranks produced become the average over all ranks. `False`: a parameter without a
-            gradient raises an error on every rank. The error names the parameter.
+            gradient raises an error on every rank, unless `check_reductions` is off. The error names the parameter.
         static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way. Some may be
             unused, as with `find_unused_parameters`.
         gradient_as_bucket_view: `bool | None`, default `None`. Whether buckets keep their memory between backwards.
@@ -93,8 +93,8 @@ class ReplicateConfig:
         check_reductions: `bool`, default `True`. Check that each new graph reduces every gradient exactly once. In each
             synchronised backward, check by flags reduced with the gradients that no rank left a parameter out, reduced
             another module or changed parameters too early. After 2, 4, 8, ... and every 1,024 synchronised backwards,
-            check that parameters are equal on all ranks. The last check is off with a comm hook, and between different
-            machines, where optimizers may round differently.
+            check that parameters are equal on all ranks. The last check is off with a comm hook that is not captured,
+            inside `join()`, and between different machines, where optimizers may round differently.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. Blocks the host
             until the gradients are reduced. Leave it off with a `GradScaler`, which handles such gradients itself.
         backend: `str`, default `"inductor"`. Compiler of the backward. `"aot_eager"`: same graph and passes, no code
@@ -197,8 +197,8 @@ def _variable(name: str) -> str:
 def link_source() -> str:
     """Return the source of a collective's cost if no `cost` is given, from the environment variable.
 
-    `remembered`, the default: measured once for such ranks and stored with torch's caches. `measured`: measured in each
-    process and not stored. `nominal`: the backend's nominal figures.
+    `remembered`, the default: measured once for each combination of ranks, hosts, device and backend, and stored with
+    torch's caches. `measured`: measured in each process and not stored. `nominal`: the backend's nominal figures.
     """
     text = _variable(LINK_VARIABLE) or REMEMBERED
     require(text in (REMEMBERED, "measured", NOMINAL), LINK_VARIABLE, "remembered, measured or nominal", text)

@@ -9,11 +9,11 @@ class DPCompileError(Exception):
 
 
 class ConfigError(DPCompileError, ValueError):
-    """An option is unknown, or has a value that is not allowed."""
+    """An argument or option is unknown, has a value that is not allowed, or cannot be combined with others."""
 
 
 class UnsupportedModuleError(DPCompileError, ValueError):
-    """A module cannot be replicated, or not in this way."""
+    """A module cannot be replicated, or its structure or state does not allow a call."""
 
 
 class DesyncError(DPCompileError, RuntimeError):
@@ -21,7 +21,7 @@ class DesyncError(DPCompileError, RuntimeError):
 
 
 class CommunicationError(DPCompileError, RuntimeError):
-    """A collective of a backward failed: another rank is dead, late, unreachable, or did something else."""
+    """A collective failed: another rank is dead, late, unreachable or out of step, or the group or store is gone."""
 
 
 class VoidBackwardError(CommunicationError):
@@ -29,7 +29,7 @@ class VoidBackwardError(CommunicationError):
 
 
 class ReductionError(DPCompileError, RuntimeError):
-    """A gradient of a replicated module was not reduced exactly once."""
+    """A gradient was not reduced exactly once or is not finite, or a step or call would use wrong or partial values."""
 
 
 class InvalidGraphError(DPCompileError, RuntimeError):

@@ -32,8 +32,8 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
             all other dimensions of the parent mesh.
 
     Raises:
-        ConfigError: `device_mesh` is not a slice of a larger mesh, the tensor is on another mesh or on the same
-            dimensions, or it is a scalar.
+        ConfigError: `device_mesh` is not a slice of a larger mesh, the tensor is on another mesh or distributed over a
+            dimension of `device_mesh`, or it is a scalar.
     """
     parent, own = _in_parent(device_mesh)
     if not tensor.dim():
@@ -49,7 +49,7 @@ def chunk(tensor: torch.Tensor, device_mesh: DeviceMesh | None) -> DTensor:
         if set(dims) & set(own):
             raise ConfigError(
                 f"the tensor is distributed over {_names(tensor.device_mesh)} of the mesh, and device_mesh includes "
-                "one of these dimensions: its ranks hold different shards. Pass the data-parallel dimension."
+                "one of these dimensions: its ranks may hold different shards. Pass the data-parallel dimension."
             )
         for dim, placement in zip(dims, tensor.placements, strict=True):
             placements[dim] = placement

@@ -47,7 +47,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` overrides its fields.
 
     Raises:
-        ConfigError: accelerate is set to shard models, or to split them otherwise.
+        ConfigError: accelerate is set to shard models, to split them otherwise, or to train in fp8.
     """
 
     def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:

@@ -55,7 +55,7 @@ def parallelize(
     """Replicate a decoder model of torchtitan over `dp_replicate`: `dataclasses.replace(spec, parallelize_fn=this)`.
 
     Activation checkpointing, compilation of each transformer block and mixed precision are as in torchtitan's
-    `parallelize_llama`. Replication starts in the first forward, when the model has values.
+    `parallelize_llama`. A model on the meta device is replicated in its first forward, when it has values.
 
     Args:
         model: the trainer's model, on the meta device or with values. It is modified.
@@ -67,7 +67,7 @@ def parallelize(
         ConfigError: the job uses shards, other parallelism, quantization, offloading or CUDA graphs, or an option that
             would have no effect.
         UnsupportedModuleError: the model is no decoder, has experts, or is replicated already.
-        DesyncError: in the first forward, ranks have different models.
+        DesyncError: ranks have different models or options. On the meta device: in the first forward.
     """
     given = options(replicate_config, compile_config.backend)
     factor, allowed = given.gradient_divide_factor, "left out: torchtitan divides the loss by the tokens of all ranks"
@@ -93,8 +93,8 @@ def parallelize(
 
 
 class _Steps(Installed):
-    """Forward pre-hook, after the one that starts the replication. Only the last micro step of a step reduces: a
-    reduction of each would sum reduced gradients again."""
+    """Forward pre-hook, after the one that starts the replication. Only the last micro step of a step reduces: if
+    each did, gradients that are reduced already would be summed again."""
 
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps, self._done = micro_steps, 0
@@ -140,7 +140,7 @@ def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_con
         "training.enable_cpu_offload": (training.enable_cpu_offload, False),
     }
     for name, (given, neutral) in wanted.items():
-        require(given == neutral, name, f"{neutral!r}: it is for parameters in shards", given)
+        require(given == neutral, name, f"{neutral!r}: it is for sharded parameters", given)
     backend = parallelism.spmd_backend
     allowed = "'spmd_types' or 'partial_dtensor': parameters are plain tensors here, no DTensors"
     require(backend != "full_dtensor", "parallelism.spmd_backend", allowed, backend)

@@ -32,7 +32,7 @@ class DPCompileMixin:
     After training, or an error in it, the model is unreplicated, and another trainer can use it. Callbacks up to
     `on_train_end` can call `dp_compile.report(model)`.
 
-    A model that was evaluated before training is reduced too. transformers' own trainer does not wrap such a model.
+    Gradients of a model that was evaluated before training are reduced too. transformers' own trainer does not do so.
 
     Args:
         replicate_config: options of `dp_compile.replicate`; `ddp_*` arguments override its fields.

@@ -24,7 +24,7 @@ class Group:
     backend: Backend  # for the device type of the gradients
     world_size: int
     averaging: Averaging
-    levels: Levels | None = None  # ranks by node, if networks between and inside nodes differ
+    levels: Levels | None = None  # of the network, with a `device_mesh` of two dimensions
     scattered: frozenset[str] = frozenset()  # names of parameters with reduce-scattered gradients
     measured: AllReduceCost | None = None  # cost of a collective, if measured (`replication/calibration.py`)
 
@@ -58,7 +58,7 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
             "Take a slice: mesh['name'], or mesh['between', 'inside']."
         )
     if mesh.get_coordinate() is None:
-        raise ConfigError("this rank is not in the given device_mesh. Only its members call replicate() with it.")
+        raise ConfigError("this rank is not in the given device_mesh. Only its members may pass it.")
     wide = [dimension for dimension in range(mesh.ndim) if mesh.size(dimension) > 1]
     if len(wide) < 2:
         return mesh.get_group(wide[0] if wide else 0), None
@@ -80,7 +80,7 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
     require(isinstance(process_group, kinds), "process_group", "a ProcessGroup", type(process_group))
     process_group = dist.group.WORLD if process_group is None else process_group
     if process_group is None or dist.get_rank(process_group) < 0:
-        raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
+        raise ConfigError("this rank is not in the given process group. Only its members may pass it.")
     return replace(group_on(process_group, distributed.working_device(process_group)), levels=levels)
 
 

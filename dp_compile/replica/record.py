@@ -53,7 +53,7 @@ class OptimizerRecord:
         return f"{text}, {format_bytes(self.left_nbytes)} in flight until then" if self.left_nbytes else text
 
     def _sharded(self) -> str:
-        text = f"{self.name} is sharded over {count(self.ranks, 'rank')}: each updates elements of buckets"
+        text = f"{self.name} is sharded over {count(self.ranks, 'rank')}: each updates its shard of the buckets"
         if not self.elements:
             return text
         text += f"; this one {self.own_elements:,} of {self.elements:,} elements"
@@ -84,12 +84,12 @@ class CaptureRecord:
         flags = f" + {count(words, 'status word')}" if words > 0 else ""
         made = f"{count(self.collectives, 'collective')}, {count(self.graphs, 'graph')}"
         head = f"{count(self.hooks, 'gradient')}{flags} -> {made}"
-        notes = [f"{count(self.completed, 'parameter')} without one completed with zeros"] if self.completed else []
+        notes = [f"{count(self.completed, 'parameter')} without a gradient reduced as zeros"] if self.completed else []
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
         lines = [head, *(f"  refused {refusal.node}: {refusal.reason}" for refusal in self.refusals)]
         lines += [f"  {self.memory}"] if self.memory else []
-        lines += [f"  {count(self.updated, 'parameter')} updated in it"] if self.updated else []
+        lines += [f"  {count(self.updated, 'parameter')} updated in the graph"] if self.updated else []
         # Flags are omitted: a few bytes, always copied.
         placements = [each for each in self.placements if each.gradient != UNUSED_FLAGS]
         copied = [each for each in placements if each.is_copied]

@@ -40,7 +40,7 @@ class PlanState:
     comm_hook: CommHook | None = None
     ready: ReadyTimes  # input of the planner; estimated if the strategy needs none
     strategy: str  # of bucketing, from `ReplicateConfig.chosen_strategy`
-    certificate: Certificate | None = None  # of the plan's predicted end; `None`: no cost was given
+    certificate: Certificate | None = None  # of the plan's predicted end; `None`: the strategy is not `optimal`
     groups: tuple[str, ...] = ()  # names of the groups that reduce its buckets
     code_key: str = ""  # replicas with equal keys can share compiled code; the key does not cover the model itself
     awaits_graph: bool = False  # the first synchronised backward computes the final plan from its graph
@@ -223,7 +223,7 @@ class Replica:
     """The state of one replicated module, created by `replicate` and found through its parameters (`owners`).
 
     `parameters`: those with reduced gradients, in the module's order. The plan has flags as one more gradient in the
-    last bucket, one flag for each parameter. Reduced, they show every rank which parameters some rank did not use.
+    last bucket, one for each parameter and some for the module. They show which parameters some rank did not use.
     """
 
     parameters: tuple[nn.Parameter, ...]

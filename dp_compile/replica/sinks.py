@@ -66,7 +66,7 @@ class Updates(Sink, Protocol):
         return True
 
     def begin(self) -> None:
-        """Start a backward. Raise `ReductionError` if the last step has not ended, or was updated in part only."""
+        """Start a backward. Raise `ReductionError` if the last step has not ended, or updated some parameters only."""
 
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
         """Return the updates of this backward. May raise `ReductionError` if the graph is kept for another backward."""

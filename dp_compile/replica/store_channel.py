@@ -217,7 +217,7 @@ def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> An
         return value
     if channel.rank == 0:
         channel.post(topic, value)
-    absent = f"rank 0 has not decided within {channel.timeout_s:g} s. Is it alive, and does it run the same backwards"
+    absent = f"rank 0 has published no value within {channel.timeout_s:g} s. Is it alive, and does it run the same code"
     return channel.read(topic, channel.timeout_s, f"{topic}: {absent} as this rank?")
 
 

@@ -53,8 +53,8 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (AVERAGING, NO_REDUCTION): "no gradient of {module} is reduced, so their averaging cannot be configured.",
     (DIVIDE_FACTOR, COMM_HOOK): "{module} has comm hook {hook}, which determines the divisor of gradients.",
     (COMM_HOOK, SHARD): (
-        "{added} needs whole gradients, but {module} has a sharded optimizer, for which each rank reduces a part. Use "
-        "in_backward() without shard=True."
+        "{added} needs whole gradients, but {module} has a sharded optimizer, so gradients are reduce-scattered. "
+        "Use in_backward() without shard=True."
     ),
     (COMM_HOOK, COMM_HOOK): "{module} has a comm hook already, {hook}. Only one may be registered.",
     (COMM_HOOK, HAS_RUN): "a backward of {module} has run already. Register comm hooks before the first one.",
@@ -77,13 +77,13 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
     (REDUCE_DTYPE, SPARSE): _IS_SPARSE,
     (TWO_LEVELS, SPARSE): _IS_SPARSE,
     (JOIN, OPTIMIZER): (
-        "{module} has an optimizer that updates in the backward, and join() divides gradients after it. Use the "
+        "{module} has an optimizer that updates in the backward, and join() may rescale gradients after it. Use the "
         "optimizer without in_backward()."
     ),
     (OPTIMIZER, NO_REDUCTION): "no gradient of this module is reduced: an optimizer steps in its backward already.",
-    (OPTIMIZER, CHECK_NAN): "check_nan looks at gradients after the backward. Leave it out, or in_backward().",
-    (OPTIMIZER, JOIN): "in join() gradients are divided after the backward. Use the optimizer without in_backward().",
-    (SHARD, SHARD): "the module has a sharded optimizer already. Give that one all parameters, in groups.",
+    (OPTIMIZER, CHECK_NAN): "check_nan looks at gradients after the backward. Leave out check_nan or in_backward().",
+    (OPTIMIZER, JOIN): "join() may rescale gradients after the backward. Use the optimizer without in_backward().",
+    (SHARD, SHARD): "the module has a sharded optimizer already. Pass that one all parameters, as parameter groups.",
     (SHARD, TWO_LEVELS): _NOT_SHARDED % "its device_mesh has two levels of network",
     (SHARD, COMM_HOOK): _NOT_SHARDED % "it has a comm hook, which needs whole gradients",
 }
@@ -96,7 +96,7 @@ def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = ""
 
     Raises:
         UnsupportedModuleError: the conflict is with an earlier call for this module.
-        ConfigError: the conflict is with an option, a kind of gradients, or another optimizer.
+        ConfigError: the conflict is with an option or a kind of gradients, or an optimizer is added.
     """
     for (kind, found), sentence in _TABLE.items():
         if kind in kinds and _IS_THERE[found](replica):

@@ -44,7 +44,7 @@ logger = logging.getLogger("dp_compile.calibration")
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))  # bytes of the sweep: 1 KiB to 16 MiB
 SWEEPS: Final = 3  # at most: other load can make small messages slower than large ones, so that no line fits
 LEAST_NBYTES: Final = 2**18  # smaller messages give no bandwidth: other load adds more than their own time
-WORST_SPREAD: Final = 1.0  # above this `CostFit.spread` load may move even the shortest times to other bins; not cached
+WORST_SPREAD: Final = 1.0  # a fit above this `CostFit.spread` is not used: load may move its values to other bins
 
 _links: Final[WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost | None]]] = WeakKeyDictionary()
 """The results of `remembered_cost`, by device type."""
@@ -59,7 +59,7 @@ def calibrate(
     """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB. Every rank of the group must call it.
 
     For each size the slowest rank's time counts. Every rank fits the same numbers, so all ranks return the same cost.
-    Pass it to the planner: `ReplicateConfig(cost=calibrate().cost)`.
+    It is in seconds and seconds per byte. Pass it to the planner: `ReplicateConfig(cost=calibrate().cost)`.
 
     On two levels of network the result also has the costs of the stages inside a node and of the all-reduce between
     nodes. `CostFit.residual` is that of the worst fit.
@@ -153,7 +153,7 @@ class _Sweep:
 
 
 def remembered_cost(replica: Replica) -> AllReduceCost | None:
-    """Return the cost of collectives on a module's group, rounded to powers of two; `None` if no line fits the times.
+    """Return the cost of collectives on a module's group, rounded to powers of two; `None` if the fit failed.
 
     Every rank must call it. It measures once for each combination of ranks, hosts, device and backend, in 0.2 to 0.4 s
     with gloo (90 Mbit/s to loopback, 2026-11-28). The cache is a file in the directory of torch's caches on the host of

@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 
 class DistributedDataParallel(nn.Module, ReplicaJoinable):
-    """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
+    """Wraps a module as torch's `DistributedDataParallel` does, and replicates it by `dp_compile.replicate`.
 
     Keyword names are torch's, and `state_dict` keys have the prefix `module.` as in torch. The wrapper passes
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks read. So
     `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` makes frameworks use it. Copies and
-    unpickled wrappers can only evaluate, for example averaged weights: wrap their `.module` to train it. The arguments
+    unpickled wrappers, such as averages of weights, can only evaluate: wrap their `.module` to train it. The arguments
     below differ from torch's.
 
     Args:
         device_ids: `None`, or one device to which inputs are moved. The module must already be on it.
         dim: only 0, the batch dimension.
-        broadcast_buffers: broadcast the first rank's buffers at the start and after each synchronised backward;
-            `False`: neither.
+        broadcast_buffers: as in `ReplicateConfig`: at the start and after synchronised backwards, not before forwards.
         init_sync: only `True`: ranks compare their state and receive the first rank's at the start.
         bucket_cap_mb: as in `ReplicateConfig`; without it, `config` determines the bucket boundaries.
-        gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
-        forward_sync_buffers: `False`: broadcast buffers at the start only, not after each synchronised backward.
+        gradient_as_bucket_view, static_graph: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
+        device_mesh: as in `replicate`; it may have two dimensions.
+        forward_sync_buffers: overrides `broadcast_buffers`, except that buffers are always broadcast at the start.
         ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
         mp_policy: as in `replicate`, but applied by the wrapper's forward, not by that of `.module`.
         config: all options in one object; an argument given here overrides its field.
@@ -96,8 +96,8 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         require(bool(init_sync), "init_sync", "True: ranks start from the first rank's state", init_sync)
         if isinstance(module, nn.Module) and is_waiting(module, frozenset()):
             raise UnsupportedModuleError(
-                f"{type(module).__name__} has lazy parameters, or parameters on the meta device. Give them values "
-                "first, or use dp_compile.replicate(), which can wait for the first forward."
+                f"{type(module).__name__} has lazy parameters, or parameters or buffers on the meta device. Give "
+                "them values first, or use dp_compile.replicate(), which can wait for the first forward."
             )
         self._inputs_to = _one_device(module, device_ids, output_device)
         self._is_copy = False
@@ -131,10 +131,8 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         self.parameters_to_ignore = set(getattr(unwrap(module), "_ddp_params_and_buffers_to_ignore", ()))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module. Input tensors are moved to its device if `device_ids` was given.
-
-        Its name in profiles is that of torch's DDP, unless the wrapper itself is compiled.
-        """
+        """Call the module. Input tensors are moved to its device if `device_ids` was given. The range in profiles has
+        the name of torch's DDP, unless the wrapper itself is compiled."""
         if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # this order avoids a guard on the profiler
             return self._run(inputs, kwargs)
         with torch.profiler.record_function("DistributedDataParallel.forward"):
@@ -223,5 +221,7 @@ def _one_device(
     device = devices[0]
     for name, parameter in module.named_parameters():
         if parameter.device != device:
-            raise ConfigError(f"{name} is on {parameter.device}, device_ids says {device}. Call module.to({device}).")
+            raise ConfigError(
+                f"{name} is on {parameter.device}, device_ids or output_device is {device}. Call module.to({device})."
+            )
     return device

@@ -108,5 +108,5 @@ def register_comm_hook(replica: Replica, name: str, state: Any, function: HookFu
     replica.planning.comm_hook = hook
     _replan(replica, replace(replica.group, averaging=hook.averaging))
     if hook.is_called:
-        what = "it is called with each bucket by hooks that run eagerly, backwards are not captured"
-        warn(logger, "%s has comm hook %s: %s: %s.", name, hook.name, what, hook.why_called)
+        what = "eager hooks call it with each bucket, so backwards are not captured"
+        warn(logger, "%s has comm hook %s: %s. Reason: %s.", name, hook.name, what, hook.why_called)

@@ -46,8 +46,8 @@ def join(
     """Context manager to train with a different number of batches per rank, as `DistributedDataParallel.join`.
 
     A rank that exits the block contributes zeros to the other ranks' reductions until all have exited. Then parameters
-    and buffers are broadcast from the last rank that had inputs, the highest if several. Each step costs two more small
-    all-reduces, for which the host waits.
+    (and buffers, with `broadcast_buffers`) are broadcast from the last rank that had inputs, the highest if several.
+    Each step costs two more small all-reduces, for which the host waits.
 
     Args:
         module: a replicated module. Each step has one synchronised backward, which reaches no other replicated module.
@@ -57,7 +57,7 @@ def join(
         throw_on_early_termination: `True`: all ranks raise in the first step in which a rank has no inputs left.
 
     Raises:
-        UnsupportedModuleError: the module is not replicated.
+        UnsupportedModuleError: the module is not replicated, reduces no gradients, or has an optimizer in the backward.
         ConfigError: the module has separately replicated parts, or a backward reaches another replicated module.
         RuntimeError: with `throw_on_early_termination`, on every rank.
     """
@@ -95,7 +95,7 @@ class ReplicaJoinable(Joinable):
         See `join` for `divide_by_initial_world_size`.
 
         Raises:
-            ConfigError: the module has separately replicated parts or cannot be combined with `join`.
+            ConfigError, UnsupportedModuleError: the module has replicated parts, or an optimizer in the backward.
         """
         replica = replica_of(self.module)
         check_supported(replica, (JOIN,))
@@ -126,7 +126,7 @@ class _Membership(JoinHook):
     def announce(self, replicas: Sequence[Replica]) -> None:
         """Notify ranks without inputs before this rank reduces `replicas`. Raises `ConfigError` for more than one.
 
-        torch's `Join` notifies for its first member only; ranks without inputs would wait for any other collective."""
+        torch's `Join` notifies for its first member only: ranks without inputs would not join other collectives."""
         context = distributed.join_config(self.member)
         if not context.enable:
             return
@@ -134,7 +134,7 @@ class _Membership(JoinHook):
             names = ", ".join(replica.names[0] for replica in replicas)
             raise ConfigError(
                 f"a backward inside join() reaches the replicated modules of {names}. join() supports one module, "
-                "which is the first member of its context: replicate a module around them."
+                "which is the first member of its context: list it first, or replicate a module around them."
             )
         work = Join.notify_join_context(self.member)
         if work is not None:

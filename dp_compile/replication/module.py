@@ -1,7 +1,7 @@
 """The class of a replicated module, its forward pre-hooks, and the lookup of its state.
 
 As with torch's `fully_shard` and `replicate`, a replicated `Net` becomes a `DDPNet`: a dynamically created subclass of
-`Net` and `ReplicatedModule`. Nothing else about the module changes.
+`Net` and `ReplicatedModule`. Otherwise only hooks and a private attribute are added.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class ReplicatedModule:
         more, later ones never. Gradients are then scaled when they are copied into their buckets.
 
         Args:
-            factor: a finite number above zero.
+            factor: a number from 1e-30 to 1e30; at most 1e6 with gradients in float16.
 
         Raises:
-            UnsupportedModuleError: the module is not replicated, has not started yet, or has a comm hook.
-            ConfigError: `factor` is not a finite number above zero.
+            UnsupportedModuleError: the module is not replicated (yet), reduces no gradients, or has a comm hook.
+            ConfigError: `factor` is not a number, or outside these limits.
             DesyncError: another rank passes a different factor, or does not call it.
         """
         gradient_averaging.set_gradient_divide_factor(replica_of(self), class_name(self), factor)
@@ -77,12 +77,12 @@ class ReplicatedModule:
     def register_comm_hook(self: Any, state: Any, hook: HookFunction) -> None:
         """Reduce the gradients with a communication hook of torch's DDP.
 
-        Any such hook works. Backwards are still captured with torch's `allreduce_hook`, `fp16_compress_hook`,
-        `bf16_compress_hook` and the two wrappers around the first. Any other hook, such as `powerSGD_hook` and
-        `post_localSGD_hook`, is called with each full bucket, as an object that has the methods of `GradBucket`. Then
-        the compiled forward is still used, but no backward is captured. A `FunctionalHook` runs in captured graphs and
-        in eager backwards. Every rank must register the same hook; the ranks compare their hooks here. Separately
-        replicated parts keep their own hooks.
+        Any such hook works, except in the cases below. Backwards are still captured with torch's `allreduce_hook`,
+        `fp16_compress_hook`, `bf16_compress_hook` and the two wrappers around the first. Any other hook, such as
+        `powerSGD_hook` and `post_localSGD_hook`, is called with each full bucket, an object with the methods of
+        `GradBucket`. Then the compiled forward is still used, but no backward is captured. A `FunctionalHook` runs in
+        captured graphs and in eager backwards. Every rank must register the same hook; the ranks compare their hooks
+        here. Separately replicated parts keep their own hooks.
 
         Args:
             state: passed to the hook as its first argument; a `HookState` for a functional hook.
@@ -90,9 +90,9 @@ class ReplicatedModule:
                 `torch.distributed.algorithms.ddp_comm_hooks`; or a `FunctionalHook`.
 
         Raises:
-            UnsupportedModuleError: the module is not replicated, has a hook already, or has run a backward already.
-            ConfigError: the hook is not a function of (state, bucket) or does not support the group's backend; options
-                already set how gradients are averaged; or the mesh has two levels and the hook cannot be captured.
+            UnsupportedModuleError: the module is not replicated, has a hook or sharded optimizer, or ran a backward.
+            ConfigError: the hook is not a function of (state, bucket), or does not support the backend, sparse
+                gradients, DTensors or a mesh of two levels; or options already set how gradients are averaged.
             DesyncError: another rank registers a different hook, or none.
         """
         owner = state_of(self)
@@ -161,7 +161,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
 
 
 def _own_attribute(where: str, name: str) -> property:
-    """Return a property for a child, parameter or buffer named like one of our methods, which would hide it."""
+    """Return a property for a child, parameter or buffer named like one of our methods: the method would hide it."""
     return property(lambda module: getattr(module, where)[name])
 
 
@@ -345,8 +345,8 @@ def replica_of(module: nn.Module) -> Replica:
     state = state_of(module)
     if isinstance(state, Pending):
         raise UnsupportedModuleError(
-            f"{class_name(unwrap(module))} is not replicated yet: it has lazy or meta parameters. Replication starts "
-            "with its first forward."
+            f"{class_name(unwrap(module))} is not replicated yet: it has lazy parameters, or tensors on the meta "
+            "device. Replication starts with its first forward."
         )
     return state
 

@@ -111,8 +111,8 @@ def replicate(
 
     Call it before or after `torch.compile`, or without it; the training loop does not change. The ranks compare their
     modules and options. Then parameters and buffers of the group's first rank are broadcast to all ranks. A module with
-    meta-device or lazy parameters is checked now as far as possible and replicated in its first forward. All parameters
-    must have values by then.
+    lazy parameters, or tensors on the meta device, is checked now as far as possible and replicated in its first
+    forward. All tensors must have values by then.
 
     State dict keys, parameters and pickles do not change. The module's class `Net` becomes `DDPNet`, a subclass with
     the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are not replicated.
@@ -136,19 +136,19 @@ def replicate(
         bucket_cap_mb: bucket size in MiB; without it the planner chooses the bucket boundaries.
         find_unused_parameters: whether a parameter may have no gradient; see `ReplicateConfig`.
         broadcast_buffers: broadcast the first rank's buffers at the start and after each synchronised backward.
-        check_reductions: check after each backward that every gradient was reduced exactly once.
+        check_reductions: check that every gradient is reduced exactly once, and more; see `ReplicateConfig`.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
         gradient_as_bucket_view: whether bucket memory is kept between backwards; see `ReplicateConfig`.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, as for `fully_shard` of the installed torch.
-        bucket_policy: put bucket boundaries at module boundaries: a set of module classes, or a policy of
-            `torch.distributed.fsdp.wrap`.
+        bucket_policy: buckets end with modules: a set of module classes, or a policy of `torch.distributed.fsdp.wrap`.
         config: all options in one object; an argument given here overrides its field.
 
     Raises:
-        ConfigError: an option has an invalid value, or no process group is initialised.
-        UnsupportedModuleError: the module has no trainable parameter, parameters on several devices, sparse gradients
-            with an incompatible option, a buffer that cannot be copied or a class that cannot be swapped. Or this
-            package, torch's DDP or FSDP already manages it.
+        ConfigError: an option has an invalid value or does not support sparse gradients, parameters are not on
+            `device_id` or are DTensors over several ranks of the group, or no process group is initialised.
+        UnsupportedModuleError: the module has no trainable parameter, parameters on several devices or of a type that
+            cannot be reduced, a buffer that cannot be copied or a class that cannot be swapped. Or this package,
+            torch's DDP or FSDP already manages it.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     arguments = dict(locals())
@@ -300,8 +300,8 @@ def options_of_torch(
     with propagate_errors(group, CALL):
         if asked := [what for what, is_given in refused.items() if is_given]:
             raise ConfigError(
-                f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(asked)}. Leave that "
-                "out, or leave ddp_python_hook at its default."
+                f"torch's DDP, selected by ddp_python_hook=False or {HOOK_VARIABLE}=0, does not have "
+                f"{' and '.join(asked)}. Leave that out, or pass ddp_python_hook=True."
             )
     check_consistent_in_call(group, {HOOK_VARIABLE: False}, CALL)
     theirs = {

@@ -46,7 +46,7 @@ class Selection(NamedTuple):
         return self.trainable | self.frozen
 
     def refs(self, precision: Precision | None) -> ModuleRefs:
-        """Return the references to all of it. Sparse gradients are found as in torch's DDP."""
+        """Return references to these tensors and modules. Sparse gradients are found as in torch's DDP."""
         modules, trainable = list(self.module.modules()), list(self.trainable.values())
         embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
         shortened = [each for each in modules if getattr(each, "max_norm", None) is not None]
@@ -227,8 +227,8 @@ def _cannot_be_copied(tensor: torch.Tensor) -> str:
         return ""
     return (
         f"is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can be copied from "
-        "the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, or name the module that "
-        "owns it in ignored_modules"
+        "the first rank. Name the module that owns it in ignored_modules; or, if it is a buffer, pass "
+        "broadcast_buffers=False, then each rank keeps its own"
     )
 
 
@@ -261,7 +261,7 @@ def _cannot_be_reduced(parameter: torch.Tensor, *, fake_allowed: bool) -> str:
 
 
 def check_dtensors(target: Selection, group: dist.ProcessGroup) -> None:
-    """Raise for DTensors that are sharded over several ranks of the group, Partial, or complex.
+    """Raise for DTensors on a mesh that has several ranks of the group, and for trainable Partial or complex ones.
 
     Parameters remain DTensors. Each rank reduces its local tensor of a gradient with the ranks that hold the same
     shard: the group of `replicate` must be another dimension of the mesh.
@@ -274,8 +274,8 @@ def check_dtensors(target: Selection, group: dist.ProcessGroup) -> None:
         shared = sorted(replicated.intersection(tensor.device_mesh.mesh.flatten().tolist()))
         if len(shared) > 1:
             raise ConfigError(
-                f"{name} is a DTensor sharded over ranks {shared}, but the module would be replicated over ranks "
-                f"{sorted(replicated)}, which include them. Ranks with different shards cannot be averaged. Replicate "
+                f"{name} is a DTensor distributed over ranks {shared}, but the module would be replicated over ranks "
+                f"{sorted(replicated)}, which include them. Different shards cannot be averaged. Replicate "
                 "over the mesh dimension that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
             )
         if name in target.trainable and any(each.is_partial() for each in tensor.placements):

@@ -1,6 +1,6 @@
 """Compile all code that training needs before it starts, without side effects on model, optimizer or RNG state.
 
-    for each batch: { reduced, inside no_sync() } x { gradients None, kept from a reduction, kept from no_sync() }
+    for each batch: reduced; reduced, added to reduced gradients; inside no_sync(); reduced, added to local gradients
 
 torch makes a size dynamic when it sees a second value of it. So pass batches of two different lengths if lengths vary,
 and the last, smaller batch unless the loader drops it.
@@ -57,9 +57,9 @@ def warmup(
     """Compile forward and backward for these batches before training. Every rank must call it.
 
     Runs `loss(batch).backward()`, collectives included, for each batch in each variant, and repeats that until no rank
-    compiles anything. Afterwards parameters, gradients, buffers and torch's RNG state are restored. The optimizer is
-    not involved, and no backward counts as a step. The plan is finalized as in a first backward. Returns when all ranks
-    are done. The logger `dp_compile.warmup` writes a line at INFO for each backward that compiled something.
+    compiles anything, at most 8 times. Parameters do not change; gradients, buffers and torch's RNG state are restored.
+    The optimizer is not involved, and no backward counts as a step. The plan is finalized as in a first backward.
+    Returns when all ranks are done. The logger `dp_compile.warmup` logs each backward that compiled something, at INFO.
 
     Args:
         module: the replicated module, or the result of `torch.compile` for it. Its replicated parts are included.
@@ -99,7 +99,7 @@ def warmup(
                 for each in replicas:
                     for parameter in () if kept else each.parameters:
                         parameter.grad = None
-                    # 1 is enough for a plan that needs a second backward, and too low for one that needs measurements.
+                    # Not counted as steps. At most 1: other code only asks whether there was an earlier backward.
                     each.history.synced_backwards = min(each.history.synced_backwards, 1)
                 with contextlib.nullcontext() if synced else no_sync(module):
                     value = loss(batch)

@@ -84,7 +84,7 @@ class Counts:
     """Counts of a captured backward: `collectives`, including the model's own, and `reduced_nbytes` of all buckets.
 
     Over all steps: `graphs` compiled for forward and backward, `captures` (traces) of the backward, and `recompiles`,
-    which are both of these in identical later steps.
+    the sum of these two in identical later steps.
     """
 
     collectives: int
@@ -127,7 +127,7 @@ def assert_counts(seen: SeenBackward, **expected: int) -> None:
         "collectives": launched,
         "reduced_nbytes": launched,
         "graphs": ["TORCH_LOGS=graph_breaks shows where a forward was split"],
-        "captures": ["compiled autograd traced the backward so often; TORCH_LOGS=+dp_compile shows why"],
+        "captures": ["compiled autograd traced the backward this often; TORCH_LOGS=+dp_compile shows why"],
         "recompiles": ["identical later steps were compiled again; TORCH_LOGS=recompiles shows why"],
     }
     wrong = [name for name, value in expected.items() if found[name] != value]

@@ -1,4 +1,4 @@
-"""A pool of gloo processes for tests. After a rank raised, died or hung, the next call starts new processes."""
+"""A pool of gloo processes for tests. After a rank failed or hung in `run`, the next call starts new processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """`world_size` processes in one group. The first call starts them; they end with the thread that made this call.
 
     Args:
-        method: as in `multiprocessing`. `forkserver` copies a process with torch: a pool for every test is then cheap.
+        method: as in `multiprocessing`. `forkserver` can preload torch, so that a pool for every test is cheap.
         begin: `begin(rank, world_size, directory)` is called on each rank before anything else. The file `rankN.log`
             of the directory is shown when the rank dies or hangs.
         environment: variables of spawned processes, in addition to this one's.
@@ -74,7 +74,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank; return the results by rank. All three are pickled.
+        """Return the result of `function(*args)` on each rank. Function, arguments and results are pickled.
 
         Raises:
             RankError: on some rank it raised or took over `timeout_s`, or the rank died; the pool is stopped.
@@ -85,7 +85,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         raise RankError(self._describe_and_stop(results))
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[tuple[bool, Any]]:
-        """Like `run`, but return for each rank whether it succeeded, and its result or error text."""
+        """Like `run`, but return for each rank whether it succeeded, and its result or error text. Raises on a hang."""
         results = self._call(function, args, timeout_s)
         return [results[rank] for rank in range(self.world_size)]
 

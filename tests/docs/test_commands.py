@@ -79,7 +79,7 @@ def test_the_python_that_is_shown_trains(ranks2):
         (python_of("README.md", "Use it"), "printed", "backwards: 3 captured"),
         (f"{quickstart}print(metrics)", "printed", "backwards: 3 captured"),
         (python_of("tuning.md", "Link"), "report", "none yet"),
-        (in_backward[0], "report", "2 parameters updated in it"),
+        (in_backward[0], "report", "2 parameters updated in the graph"),
         (in_backward[2], "report", "the last backward left 2 updates for the next forward"),
         (optimizer + in_backward[3], "report", "the last backward left 1 all-gather for the next"),
     ):

@@ -191,7 +191,7 @@ def test_many_missing_ranks_are_all_named_before_any_rank_gives_up():
 @pytest.mark.parametrize(
     ("call", "rank", "text"),
     [
-        ("broadcast_object", 1, r"topic: rank 0 has not decided within 0\.05 s"),
+        ("broadcast_object", 1, r"topic: rank 0 has published no value within 0\.05 s"),
         ("all_gather_object", 0, r"topic: rank 1 has not reached this synchronisation point after 0\.05 s"),
         ("all_gather_object", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
         ("check_consistent", 1, r"topic: rank 0 did not publish the result of the comparison within 0\.1 s"),
@@ -227,6 +227,6 @@ def test_a_rank_that_compiles(monkeypatch, place, beats, bound_s, comes):
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(compile_and_come)
-        with contextlib.nullcontext() if comes else pytest.raises(DesyncError, match="has not decided within"):
+        with contextlib.nullcontext() if comes else pytest.raises(DesyncError, match="has published no value within"):
             assert broadcast_object(StoreChannel(store, 1, 2, 0.5, (0, 1)), "topic", None) == 1
         over.set()

@@ -558,7 +558,7 @@ REFUSED = {
     r"in_backward\(max_norm=...\) needs shard=True.*clip_grad_norm_": lambda model, _: attempt(model, max_norm=1.0),
     r"in_backward\(scaler=...\) needs shard=True": lambda model, _: attempt(model, scaler=torch.amp.GradScaler("cpu")),
     "optimizer must be a torch.optim.Optimizer": lambda model, _: dp_compile.optim.in_backward(model, model),
-    r"join\(\) divides gradients after it": lambda model, _: dp_compile.join(model).__enter__(),
+    r"join\(\) may rescale gradients after it": lambda model, _: dp_compile.join(model).__enter__(),
     "check_nan looks at gradients": lambda *_: attempt(
         dp_compile.replicate(Net(), config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True))
     ),

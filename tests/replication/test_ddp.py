@@ -89,7 +89,7 @@ def test_options_that_are_refused():
         (DistributedDataParallel, {"dim": 1}, "dim must be 0, .*, got 1"),
         (DistributedDataParallel, {"init_sync": False}, "init_sync must be True: .*, got False"),
         (DistributedDataParallel, {"device_ids": [0, 1]}, "device_ids and output_device must be one device"),
-        (DistributedDataParallel, {"device_ids": [0]}, "0.weight is on cpu, device_ids says cuda:0"),
+        (DistributedDataParallel, {"device_ids": [0]}, "0.weight is on cpu, device_ids or output_device is cuda:0"),
         (DistributedDataParallel, {"bucket_cap_mb": -3}, "bucket_cap_mb must be > 0 .*, got -3"),
         *((DistributedDataParallel, {name: None}, f"no argument {name}: ") for name in theirs if name not in ours),
         (DistributedDataParallel, {"mixed_precision": None}, "mixed_precision: pass mp_policy"),
