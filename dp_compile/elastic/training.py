@@ -226,7 +226,7 @@ class Training:
                 )
 
     def _begin(self) -> tuple[torch.Tensor, Any]:
-        """Launch the vote whether a process waits to join: an all-reduce that overlaps the step, and fails on a lost rank."""
+        """Launch the vote on joining processes: an all-reduce that overlaps the step, and fails if a rank is lost."""
         if self._has_left:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
