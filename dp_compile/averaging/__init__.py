@@ -1,6 +1,6 @@
 """Periodic averaging of parameters in place of gradients in every step: local SGD, and outer optimizers.
 
-Import it with `from dp_compile import averaging`. Names, arguments and schedules are torch's.
+Use `from dp_compile import averaging`. Names, arguments and schedules are torch's, except for `OuterOptimizer`.
 """
 
 from dp_compile.averaging.optimizers import OuterOptimizer, PeriodicModelAverager, PostLocalSGDOptimizer

@@ -31,7 +31,7 @@ from dp_compile.replica.store_channel import check_consistent_in_call, unique_to
 
 BUCKET_MB: Final = 25.0  # as in torch's DDP; buckets are per dtype and device type
 IN_FLIGHT: Final = 2  # buckets at a time: one is filled during the reduction of the other, and memory stays small
-ASK_S: Final = 5.0  # wait of a rank whose collective failed for the status of the others
+ASK_S: Final = 5.0  # how long a rank whose collective failed waits for the first rank without a status
 CALL: Final = "average_parameters()"
 AVERAGED: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
@@ -79,7 +79,7 @@ class Exchange:
     def __init__(self, process_group: dist.ProcessGroup, schedule: Mapping[str, Any]) -> None:
         self._group, self._schedule = process_group, dict(schedule)
         self.has_met = dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1
-        """Whether the ranks have compared their inputs; true if there are no other ranks."""
+        """Whether the ranks have compared their inputs; true if this rank has none to compare with."""
         self._topic = "" if self.has_met else unique_topic(group_on(process_group, "cpu"), "averaging")
         self._known: tuple[list[tuple[Any, ...]], BucketPlan, int] = [], BucketPlan(()), 0
         """Kinds, buckets and hash of the tensors that were averaged last."""
@@ -122,7 +122,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:
-        """Turn a communication error inside into a `CommunicationError` with `what` failed and the missing ranks."""
+        """Replace a communication error raised inside by a `CommunicationError` with `what` and the missing ranks."""
         try:
             yield
         except RuntimeError as error:

@@ -24,8 +24,8 @@ with warnings.catch_warnings():  # its module uses the TorchScript that torch it
 class PeriodicModelAverager(averagers.PeriodicModelAverager):
     """Averages parameters in every `period`-th call of `average_parameters`, from call number `warmup_steps` on.
 
-    APIs that take torch's averager accept this subclass. Unlike torch's, it averages every parameter, in place, in
-    its own dtype (`docs/algorithms.md`).
+    Arguments `period`, `warmup_steps=0` and `process_group=None` are torch's; the first call has number 0. Unlike
+    torch's averager, it averages every parameter, in place, in its own dtype (`docs/algorithms.md`).
     """
 
     @cached_property
@@ -41,8 +41,8 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
             params: parameters or parameter groups. Each parameter is averaged once, in place, even without a gradient.
 
         Raises:
-            DesyncError: on every rank, if ranks pass different parameters, or are at different steps.
-            CommunicationError: a rank has not called within the group's time-out.
+            DesyncError: on every rank, if parameters, steps or schedules differ, or if a rank misses the first call.
+            CommunicationError: in a later average, a rank has not called within the group's time-out.
             ConfigError: neither parameters nor groups, no parameters, or one that cannot be averaged.
         """
         is_due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
@@ -62,7 +62,7 @@ class PostLocalSGDOptimizer(TorchOptimizer):
     Adds to torch's: `step` takes a closure, and `param_groups` and `defaults` are always those of the local optimizer,
     also after `load_state_dict`, so learning-rate schedulers keep working.
 
-    `averager`: one of this package, or torch's.
+    `optim`: the local optimizer. `averager`: one of this package, or torch's.
     """
 
     _step_supports_amp_scaling = True
@@ -81,10 +81,9 @@ class PostLocalSGDOptimizer(TorchOptimizer):
         return self.optim.defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Run one step of the local optimizer, and call the averager.
+        """Run one step of the local optimizer, call the averager, and return the loss of `closure`.
 
-        Under a `GradScaler`, a rank whose gradients are not finite skips the local step, but calls the averager.
-        """
+        Under a `GradScaler`, a rank whose gradients are not finite skips the local step, but calls the averager."""
         # `GradScaler.step` sets both. Unscale as it does for other optimizers; no `grad_scale`: already unscaled.
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
@@ -108,17 +107,18 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         delta = mean over ranks of (outer - parameters)
         velocity = momentum * velocity + delta
         outer -= outer_lr * (delta + momentum * velocity if nesterov else velocity)
-        parameters = outer
-
-    With `outer_lr=1` and `momentum=0` this is parameter averaging.
+        parameters = outer                      # with outer_lr=1 and momentum=0: the average of the parameters
 
     Args:
         optim: the local optimizer. Its parameters must be equal on all ranks; the first step compares them.
         every: local steps between averagings, >= 1.
-        outer_lr: learning rate of the outer SGD.
+        outer_lr: learning rate of the outer SGD, > 0.
         momentum: momentum of the outer SGD, >= 0; 0 needs no memory for velocities.
         nesterov: use Nesterov momentum.
-        process_group: of all ranks; `None`: the default group.
+        process_group: the ranks whose changes are averaged; `None`: the default group.
+
+    Raises:
+        ConfigError: an option is not allowed, or a parameter cannot be averaged.
     """
 
     def __init__(

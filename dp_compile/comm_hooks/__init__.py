@@ -1,1 +1,1 @@
-"""Reductions of a bucket in place of an all-reduce: casts, functional hooks, eight bits; any Python hook of torch."""
+"""Communication hooks, which replace the all-reduce of a bucket: torch's, functional ones, and eight-bit gradients."""

@@ -23,10 +23,10 @@ HookFunction = TorchHook | FunctionalHook
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
-    """A hook: `function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
+    """A hook. If `is_called`, `function(state, bucket)` gets each full bucket and returns a future of the reduced one.
 
-    `averaging`: the hook's reduction; key `CALLED`: not known. `why_called`: why backwards with
-    the hook are not captured; empty if they are.
+    `averaging`: the equivalent reduction; its `hook` is `CALLED` if the engine has to call the function. `why_called`:
+    why backwards with the hook are not captured; empty if they are.
     """
 
     state: Any
@@ -69,7 +69,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     require(callable(function), "a comm hook", "a function of (state, bucket)", type(function))
     cast, why = _cast_of(function), ""
     if cast is None:
-        why = "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
+        why = "what it computes is unknown, so it cannot be captured. Write a FunctionalHook that does the same"
     elif (dist.group.WORLD if state is None else state) is not group:
         why = "it averages over another group than the module's"
     hook = CommHook(state, function, Averaging(hook=CALLED) if cast is None or why else cast, why_called=why)

@@ -39,10 +39,10 @@ class HookBucket(NamedTuple):
     """The input of a functional hook.
 
     Args:
-        gradients: this rank's gradients of a bucket, not divided, each in the shape of its parameter.
+        gradients: this rank's gradients of a bucket, not divided by `ranks`, each in its parameter's shape and dtype.
         state: the state of each gradient, from the hook's `initial_state` or its last call.
-        ranks: number of ranks.
-        rank: number of this rank.
+        ranks: number of ranks in the module's group.
+        rank: this rank's number in that group.
     """
 
     gradients: Sequence[torch.Tensor]
@@ -52,11 +52,11 @@ class HookBucket(NamedTuple):
 
 
 class FunctionalHook:
-    """Base of comm hooks as pure functions: a frozen dataclass whose fields are its options, the same on every rank.
+    """Base class of comm hooks as pure functions: frozen dataclasses whose fields are options, equal on every rank.
 
     `rounds`: the collectives of every bucket, in order. `reduce` yields the input of each and receives its result:
 
-    - `all_reduce`: the sum of the inputs of all ranks, in any dtype that has sums.
+    - `all_reduce`: the sum of the inputs of all ranks, in any dtype that the backend can sum.
     - `all_to_all`: each input is cut into one equal part per rank, and part r is sent to rank r. The result is the
       parts for this rank, in the order of the sending ranks.
     - `all_gather`: the inputs of all ranks, in rank order.
@@ -77,7 +77,8 @@ class FunctionalHook:
 
         Returns the reduced gradients, in the order, shapes and dtypes of the bucket's, and the new state of each, with
         unchanged names, shapes and dtypes. Input tensors must not be written to. The reduced gradients must be equal on
-        all ranks; states may differ. Shapes of yielded tensors must depend on input shapes only, equally on all ranks.
+        all ranks; states may differ. Shapes of yielded tensors must depend on input shapes only, and be equal on all
+        ranks. If a reduced gradient is not finite, its old state is kept.
         """
         raise NotImplementedError
 
@@ -219,8 +220,8 @@ def _kinds(tensors: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 @functools.lru_cache(maxsize=4096)
 def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
-    """Return the bytes of one gradient that a hook sends in each round, or `()` if that depends on values. Runs the
-    hook on a meta tensor, as the only gradient of its bucket."""
+    """Return the bytes that a hook sends in each round for one gradient, from a run on a meta tensor as the only one of
+    its bucket; `()` if the hook raises, as when sizes depend on values."""
     assert reduction.hook is not None
     hook, like = hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
     try:
@@ -245,12 +246,11 @@ class HookRun:
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
 
     def step(self, received: Tensors) -> list[torch.Tensor]:
-        """Return the next tensor to send, given the results `received` of all earlier rounds, or the reduced gradients.
+        """Return a list of the next tensor to send, or of the reduced gradients after the last round.
 
-        Both are contiguous copies, because the sum overwrites the sent tensor, to which the hook may still refer.
-
-        Raises:
-            ConfigError: the hook violates the contract of `FunctionalHook.reduce`.
+        `received`: the results of all earlier rounds. The returned tensors are contiguous copies, because the sum
+        overwrites the sent tensor, to which the hook may still refer. Raises a `ConfigError` if the hook violates the
+        contract of `FunctionalHook.reduce`.
         """
         hook, states = hook_of(self.key), self.bucket.state
         given = [*self.bucket.gradients, *(each for state in states for each in state.values()), *received]
@@ -321,7 +321,7 @@ def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBuc
 
 
 def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
-    """Run the step of a hook that follows these results, on fake tensors."""
+    """Return the result of the step after these results, on fake tensors: all earlier steps run again."""
     # New states: a hook may return a tensor that it keeps, which is not fake.
     state = [
         {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}

@@ -8,11 +8,11 @@ collectives send them in float32, and each rank averages a part of them.
     all-to-all                     part r of q and s to rank r
     mean = sum of q s / ranks      in float32, of this rank's part
     q', s' = quantised mean        all-gather; the gradient becomes q' s', from the same bytes on every rank
-    error = x - q s                and in this rank's part ranks (mean - q' s') more
+    error = x - q s                plus ranks (mean - q' s') in this rank's part
 
 Q is the largest number of the dtype: 127, 448, 57344. The rank that averages a part adds the second loss to its own
 error. Each loss is thus kept for an element of a parameter on some rank, wherever blocks and parts begin in the next
-plan. The sum of gradients and errors equals the returned gradients plus the remaining errors. A block with a
+plan. Summed over all ranks, gradients and old errors equal returned gradients and new errors. A block with a
 non-finite element has a non-finite scale, and is non-finite on every rank.
 
 Sources: Dettmers, 8-bit approximations (arXiv 1511.04561); error feedback: Karimireddy et al. (arXiv 1901.09847), of
@@ -74,7 +74,7 @@ class QuantizedHook(FunctionalHook):
         blocks = sum(self._numel(each) for each in bucket.gradients if not self._is_exact(each)) // self.block
         numel = self.block * max(1, -(-blocks // ranks))  # per part
         exact_numel = -(-sum(each.numel() for each in bucket.gradients if self._is_exact(each)) // ranks)
-        # Work in one buffer and its copy: new memory costs more than the arithmetic.
+        # Work in two buffers of one size: new memory costs more than the arithmetic.
         whole = bucket.gradients[0].new_zeros(ranks * numel, dtype=torch.float32)
         scratch, exact = torch.empty_like(whole), whole.new_zeros(ranks, exact_numel)
         errors = self._views(whole, exact, bucket)

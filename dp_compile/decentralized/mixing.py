@@ -51,7 +51,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
 class MixedBucket:
     """Parameters that are sent together: views of the tensors in `own`, or these tensors themselves.
 
-    `received`: views of `buffer`, the received values of each tensor in `own`. `views`: of each parameter.
+    `received`: views of `buffer`, the received values of each tensor in `own`. `views`: of `buffer`, one per parameter.
     """
 
     def __init__(self, bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> None:
@@ -106,7 +106,7 @@ class Mixer:
     def mix(self, before: Callable[[Edge, float], None] | None = None) -> None:
         """Replace parameters by the average of the edge, if an exchange is in flight.
 
-        `before` is called with the edge and its weight after the exchange. Raises a `ReductionError` and mixes nothing
+        `before` is called after the exchange, with the edge and its weight. Raises a `ReductionError` and mixes nothing
         if a parameter of this rank was moved to other memory or written to.
         """
         if not self._in_flight:
@@ -192,7 +192,7 @@ class Mixer:
         self.arrive()  # one communicator at a time
         before = [(each, each.detach().clone()) for each in tensors] if keep else []
         self._everyone.average([each.detach() for each in tensors], self.step)
-        torch.autograd.graph.increment_version(self._parameters)  # the memory of a bucket has another version
+        torch.autograd.graph.increment_version(self._parameters)  # writes to a bucket do not increment them
         self.kept = before
         if not keep:
             self.accept()
@@ -243,7 +243,7 @@ class MixingUpdates(Updates):
     scheduler: LRScheduler | None
     averages_buffers: bool
     handles: list[RemovableHandle] = field(default_factory=list)
-    _scale: tuple[torch.Tensor, dist.Work, Edge] | None = None  # the least of the edge, being all-reduced
+    _scale: tuple[torch.Tensor, dist.Work, Edge] | None = None  # the edge's smallest scale, its all-reduce, the edge
     _broken: str = ""
 
     def __post_init__(self) -> None:
@@ -258,8 +258,8 @@ class MixingUpdates(Updates):
             raise ReductionError(self._broken)
         if self.mixer.kept:
             raise ReductionError(
-                "a backward ran while parameters hold the global average. Reverting the average would discard its "
-                "update. Train outside of global_average(), or call revert_global_avg() first."
+                "a backward started while parameters hold the global average. Reverting the average would discard "
+                "its update. Train outside of global_average(), or call revert_global_avg() first."
             )
 
     def apply(self, *_: object) -> None:
@@ -293,7 +293,7 @@ class MixingUpdates(Updates):
     def describe(self) -> str:
         topology = self.mixer.topology
         return (
-            f"topology {topology.name}, period {count(topology.period, 'step')}: buckets are of parameters, which are "
+            f"topology {topology.name}, period {count(topology.period, 'step')}: buckets hold parameters, which are "
             "mixed in each step; no gradient is reduced"
         )
 

@@ -66,9 +66,9 @@ def decentralize(
     Args:
         module: not replicated yet, compiled or not.
         topology: a name that `topologies.topology` accepts, or a `Topology` of as many ranks as the group.
-        optimizer: one over parameters of `module` only, or a function that makes one from a list of names and
-            parameters. Its method `pre_average_hook(edge, weight)`, if any, is called before parameters are mixed,
-            when `parameter.comm_buffer` holds the received values, as in decent-dp.
+        optimizer: one over parameters of `module` only, or a function that makes one from (name, parameter) pairs. Its
+            method `pre_average_hook(edge, weight)`, if any, is called before parameters are mixed, when
+            `parameter.comm_buffer` holds the received values, as in decent-dp.
         lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
         scaler: the `torch.amp.GradScaler` that scales losses in the loop. The backward unscales, skips steps and
             updates the scale, to the least one of the ranks of an edge.
@@ -80,7 +80,7 @@ def decentralize(
         config: options of the compiler and time-outs. Options of reductions raise an error.
 
     Raises:
-        ConfigError: the value of an option is not allowed, or the topology is for another number of ranks.
+        ConfigError: an option or the topology's number of ranks is not allowed, or parameters are DTensors or complex.
         UnsupportedModuleError: the module cannot be replicated, or has parameters without values.
         DesyncError: ranks differ in model, topology or options, or a rank has not called.
     """
@@ -176,7 +176,7 @@ class DecentralizedModule(nn.Module):
         return distance
 
     def revert_global_avg(self) -> None:
-        """Restore this rank's own parameters, and its own buffers if `global_avg` averaged them."""
+        """Restore own parameters, and buffers if `global_avg` averaged them. Without an average: `ReductionError`."""
         mixing_of(self).mixer.revert()
 
     @contextlib.contextmanager
@@ -236,7 +236,7 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     refused += ["ddp_python_hook"] if given.ddp_python_hook is False else []
     refused += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
     hint = " Ranks mix parameters here, and keep gradients and buffers local. For buckets, see bucket_size_in_mb."
-    require(not refused, "config", "without options for the reduction of gradients or for buffers", refused, hint)
+    require(not refused, "config", "without options for the reduction of gradients or for buckets", refused, hint)
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
 

@@ -97,7 +97,7 @@ class Topology:
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
     """Return `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. A single rank has no neighbour in any.
 
-    `local_world_size`: ranks on each node, for `alternating-exp-ring`.
+    `local_world_size`: ranks on each node, a divisor of `world_size`. `ConfigError`: no such topology of these sizes.
     """
     require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
     sizes = world_size, local_world_size

@@ -2,11 +2,11 @@
 
     elastic.init_process_group()
     model = dp_compile.replicate(Net())
+    compiled = torch.compile(model)
     training = elastic.Training(model, optimizer)
     for batch in loader:
         with training.step():
-            loss = compiled(batch)
-            loss.backward()
+            compiled(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 

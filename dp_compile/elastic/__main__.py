@@ -27,9 +27,9 @@ POLL_S = 0.05
 def main(arguments: list[str] | None = None) -> int:
     """Run the launcher. Return 0 if a process has completed the training, 1 otherwise."""
     parser = argparse.ArgumentParser("python -m dp_compile.elastic", description=__doc__)
-    parser.add_argument("--ranks", type=int, required=True, help="processes to start with")
+    parser.add_argument("--ranks", type=int, required=True, help="number of processes at the start")
     parser.add_argument("--restarts", type=int, default=0, help="processes to start in place of lost ones, at most")
-    parser.add_argument("--kill-after", type=float, default=10.0, help="seconds, for a process that was left out")
+    parser.add_argument("--kill-after", type=float, default=10.0, help="seconds until an excluded process is killed")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
     options = parser.parse_args(arguments)
     if options.ranks < 1 or not options.script:
@@ -62,7 +62,7 @@ class _Launcher:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
-            # The launcher detects a dead process immediately: ranks need not read each other's status for 3 s.
+            # The launcher detects a dead process immediately, so ranks need no monitor, which reads statuses for 3 s.
             MONITOR_VARIABLE: os.environ.get(MONITOR_VARIABLE, "off"),
         }
         self.running: dict[str, subprocess.Popen[bytes]] = {}

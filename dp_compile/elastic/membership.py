@@ -23,7 +23,7 @@ POLL_S: Final = 0.02
 
 
 class LeftOutError(CommunicationError):
-    """The other ranks continued without this one, because it reached their rendezvous too late."""
+    """The other ranks continue without this one: it reached their rendezvous too late, or left with an error."""
 
 
 class LostStateError(CommunicationError):

@@ -48,7 +48,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
     five minutes after the first one is excluded. A joining process is alone in its group for its first step.
 
     Args:
-        backend: as in torch. `timeout`: time-out of every collective, until `Training` sets a shorter one.
+        backend: as in torch. `timeout`: time-out of every collective, until `Training` sets its `timeout_s`.
 
     Raises:
         ConfigError: the environment has no key-value store of a launcher.
@@ -85,7 +85,7 @@ class Training:
 
     If an error in the block reports lost ranks, the block ends without an exception. Gradients are dropped, buffers are
     restored, and the remaining ranks form a new group. The loop continues with its next batch, so at most this step is
-    lost. Any other error is raised unchanged and removes this rank; the others continue without it.
+    lost. Any other error, or the ninth lost step in a row, is raised and removes this rank; the others continue.
 
     Gradients are averaged over the ranks of the step. Joining ranks and ranks that have finished fewer steps receive
     parameters, buffers and `states` from the lowest of the ranks that have finished most steps.
@@ -95,7 +95,7 @@ class Training:
         states: optimizers of `torch.optim`, and objects with `state_dict` and `load_state_dict`, as a `GradScaler`.
         timeout_s: time-out of every collective, and so the longest time to detect a lost rank. It applies after this
             rank's first step without compilation. `None`: that of `init_process_group`. Later, a rank is excluded if
-            it compiles longer than the others by more than `timeout_s`.
+            it compiles longer than the others by more than `timeout_s` plus `grace_s`.
         min_ranks: if fewer ranks remain, `TooFewRanksError` ends the training.
         grace_s: how long ranks that have detected a loss wait for others that have not and are not known to be dead.
             `None`: one second longer than `timeout_s`.
@@ -122,7 +122,7 @@ class Training:
             raise ConfigError("this process has an elastic.Training already. Give that one all models and optimizers.")
         self._registry, self._model, self._states = _registry, model, states
         self._min_ranks, self._wait_s = min_ranks, wait_s
-        self.steps = 0  # number of steps that every rank has finished
+        self.steps = 0  # number of finished steps
         self._is_whole = True  # parameters and states are those after `steps`
         self._has_stepped = self._has_left = False
         self._saved: tuple[list[torch.Tensor], list[Any]] | None = None
@@ -210,7 +210,7 @@ class Training:
             first, hook = replica.names[0], replica.planning.comm_hook
             if replica.group.process_group is not dist.group.WORLD or replica.group.levels is not None:
                 raise ConfigError(
-                    f"elastic.Training needs modules in the default group: that of {first} is in another."
+                    f"elastic.Training needs the module of {first} in the default group, on one level of network."
                 )
             if hook is not None and hook.averaging.hook is not None:
                 raise ConfigError(
@@ -226,7 +226,7 @@ class Training:
                 )
 
     def _begin(self) -> tuple[torch.Tensor, Any]:
-        """Launch the vote, which the step overlaps: whether a process waits to join, and that no rank is lost."""
+        """Launch the vote on joining processes: an all-reduce that overlaps the step, and fails if a rank is lost."""
         if self._has_left:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
@@ -391,9 +391,9 @@ class _Standing(NamedTuple):
 def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None:
     """Set the group over which a replica averages. Call it between backwards, on every rank of `group`.
 
-    From then on compiled code takes the number of ranks as an argument, so another number needs no recompilation. All
-    counters that ranks must agree on restart. `group` has the name of the last one, by which compiled code finds it.
-    `generation` is equal on all of its ranks and different for each group.
+    From then on compiled code takes the number of ranks as an argument, so another number needs no recompilation.
+    Counters that must be equal on all ranks restart. `group` has the name of the last one, by which compiled code finds
+    it. `generation` is equal on all of its ranks and different for each group.
     """
     ranks, averaging = dist.get_world_size(group), replica.group.averaging
     divide_by = averaging.divide_by if replica.config.gradient_divide_factor is not None else float(ranks)

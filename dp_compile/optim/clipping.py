@@ -39,7 +39,7 @@ def clip_grad_norm_(
         foreach: use foreach kernels; `None`: torch chooses.
 
     Returns:
-        The total norm before clipping: a plain tensor, equal on every rank.
+        The total norm before clipping: a plain tensor, equal on every rank after a synchronised backward.
 
     Raises:
         ConfigError: `norm_type` is not above zero, and some gradients are DTensors.

@@ -1,8 +1,8 @@
 """`Deferred`: work of a backward that the next forward waits for.
 
 A `Pending` is an update whose gradients are being reduced, or an all-gather of updated parameters (`shard.py`). While
-in flight, it is in `passes/crossing.in_flight` by the address of each parameter. Readers of a parameter call its
-`complete()` first (`readers.py`).
+in flight, it is the entry of each of its parameters, by memory address, in `passes/crossing.in_flight`. Readers of a
+parameter first call `complete()` of its entry (`readers.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Deferred:
         self._options: tuple[dict[str, Any], ...] = ()
         self.pending: list[Pending] = []
         self.last: dict[str, Any] = {}  # `OptimizerRecord` fields of the work that the last backward deferred
-        self._stays = False  # the last forward was one graph that waits per parameter, so the next may be too
+        self._stays = False  # all code of the last forward waited for updates, so `step()` leaves them to the next
 
     def begin(self) -> None:
         """Complete all work in flight, and copy the optimizer's current options for the updates of this backward."""
@@ -48,7 +48,7 @@ class Deferred:
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Add the update of parameters `indices` by `launched` reductions; in a dry run only wait for them."""
+        """Defer the update of parameters `indices` by `launched` reductions; in a dry run only wait for these."""
         setup = self._setup
         nbytes = sum(tensor.nbytes for tensor in launched)
         pending = PendingUpdate(
@@ -78,7 +78,7 @@ class Deferred:
         self._stays = whole
 
     def step_ended(self) -> None:
-        """Complete the updates of the last backward, unless the next forward waits for each of them."""
+        """Complete the updates of the last backward, unless the next forward is expected to wait for them."""
         self.last["stayed"] = self._stays
         if not self._stays:
             self.complete()
@@ -101,7 +101,7 @@ class Deferred:
             raise
 
     def release(self) -> None:
-        """Complete all work in flight, and remove the hooks of a module that is no longer replicated."""
+        """Complete all work in flight, and remove the hooks by which readers of the module wait."""
         self.complete()
         replica = self._setup.find_replica()
         if replica is not None and (root := replica.module.root()) is not None:
@@ -160,7 +160,7 @@ class Pending(ABC):
                 return
             self._end()
             try:
-                # A user's write would be lost (all-gather), or updated with a gradient of the previous value.
+                # A user's write would be lost (all-gather), or be updated with a gradient of the previous value.
                 pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
                 written = [index for index, before, now in pairs if before != now]
                 if written:

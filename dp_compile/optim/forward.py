@@ -23,10 +23,10 @@ def compile_forward(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo with Inductor, or with `aot_eager` if the module's config says so.
+    """Compile a graph of Dynamo with Inductor, or with `aot_eager` if the config says so and updates are deferred.
 
-    A module without deferred updates (`in_backward(..., overlap_forward=True)`) gets Inductor's code, after a check
-    for work in flight.
+    Without deferred updates (`in_backward(..., overlap_forward=True)`), the code waits at its start if any work is in
+    flight.
 
     Args:
         graph_module: the graph, whose inputs include the parameters.

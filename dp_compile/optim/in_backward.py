@@ -46,23 +46,23 @@ def in_backward(
 
     Args:
         model: a module that was given to `replicate`, or a `DistributedDataParallel`.
-        optimizer: one of `torch.optim` over all or some parameters of `model`; it may have other parameters too.
+        optimizer: one of `torch.optim` over all or some parameters of `model`, without `shard` also over others.
         max_norm: with `shard`: clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does; do not call
             that too. `optimizer.total_norm` is then the norm before clipping.
         scaler: with `shard`: the `torch.amp.GradScaler` of the loop, if there is one.
         overlap_forward: defer updates to the next forward if their gradients are in flight at the end of a backward.
             The forward runs each update, or with `shard` waits for the all-gather, right before it first reads the
-            parameter. Use `torch.compile(model, backend="dp_compile")`: after any other forward, `step()` waits.
-            Dynamo recompiles all code in this process. Call `model.synchronize()` before parameters are read other than
-            by a method of the module (`optim/readers.py` lists what waits). Must be equal on all ranks.
+            parameter, if the forward is one graph of `torch.compile(model, backend="dp_compile")`. Otherwise `step()`
+            or the start of the forward waits for all updates. Dynamo recompiles all code in this process. Call
+            `optim.synchronize(model)` before a read other than by a method of the module. Must be equal on all ranks.
         shard: each rank reduces and updates a part of each bucket's elements, and holds only their state. The
             optimizer must update each element independently. Every rank calls this. Save with
             `full_state_dict(optimizer)`, not `optimizer.state_dict()`; load with `load_state_dict()`.
 
     Raises:
-        ConfigError: the optimizer does not update each parameter independently, or is `differentiable`; it has no
+        ConfigError: the optimizer is not of `torch.optim`, cannot update in a backward, or does already; it has no
             parameter of `model`, or another optimizer updates one already; an option is not allowed; parameters are
-            DTensors; or, with `shard`, the optimizer or a parameter cannot be sharded.
+            DTensors or share memory; or, with `shard`, the optimizer or a parameter cannot be sharded.
         DesyncError: ranks shard different optimizers, or some do not shard; or `overlap_forward` differs.
         UnsupportedModuleError: `model` is not replicated, or waits for its first forward.
     """
@@ -96,7 +96,7 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
     After `shard=True`, every rank then has the whole optimizer state, and buckets are all-reduced again.
 
     Raises:
-        ConfigError: the optimizer was not given to `in_backward`, or was removed.
+        ConfigError: the optimizer was not given to `in_backward`, was removed, or its module is no longer replicated.
     """
     update = _known.get(optimizer)
     if update is None or not _is_installed(update):
@@ -109,13 +109,13 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> dict[str, Any]:
-    """Return the `state_dict()` that the optimizer would have without sharding, with tensors on the CPU.
+    """Return the `state_dict()` that the optimizer would have without sharding, with its state on the CPU.
 
-    `load_state_dict()` loads it into any optimizer over these parameters, sharded or not, on any number of ranks.
-    Every rank calls this.
+    `load_state_dict()` loads it into an optimizer of the same class over these parameters, sharded or not, on any
+    number of ranks. Every rank calls this.
 
     Args:
-        optimizer: one that was given to `in_backward(..., shard=True)`; any other returns its `state_dict()`.
+        optimizer: one that was given to `in_backward(..., shard=True)`; for any other, its `state_dict()` is returned.
         to: the only rank of the module's group that gets the result; the others get `{}`. `None`: all ranks.
 
     Raises:

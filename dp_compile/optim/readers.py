@@ -29,8 +29,8 @@ from dp_compile.replication.module import Installed, inner_module, replica_of
 
 BACKEND: Final = "dp_compile"
 METHODS: Final = ("named_parameters", "get_parameter", "named_modules", "apply", "_apply", "__reduce_ex__")
-"""Methods that return parameters. An enclosing module reaches them through `named_modules`."""
-_KEY: Final = -1  # of our hook, once in each dictionary: torch's keys count up from 0
+"""Methods that give access to parameters. An enclosing module reaches them through `named_modules`."""
+_KEY: Final = -1  # the key of our hook in each dictionary of hooks; torch's keys count up from 0
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
@@ -39,6 +39,7 @@ def synchronize(model: nn.Module) -> None:
 
     Raises:
         UnsupportedModuleError: the module is not replicated.
+        ReductionError: a parameter was changed while its update was in flight.
     """
     replica_of(model).wait_for_updates()
 
@@ -71,7 +72,7 @@ def _waits_first(plain: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _wait_for(self)
         if pickles:
-            take_hooks_off(self)  # Unpickling them would need this package. The next forward restores them.
+            take_hooks_off(self)  # Unpickling them would need this package. `Deferred.ended` restores them.
         return plain(self, *args, **kwargs)
 
     return method
@@ -86,20 +87,19 @@ def _wait_for(module: nn.Module) -> None:
         replica_of(module).wait_for_updates()
 
 
-@compiler.untraced("updates of parameters are waited for")
+@compiler.untraced("it waits for parameter updates in flight")
 def _arrive(module: nn.Module) -> None:
     replica_of(module).wait_for_updates()
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return a forward for a class that waits for all parameters unless it is compiled.
+    """Return a forward that waits for all parameters unless it is compiled.
 
     A hook cannot do this: Dynamo compiles hooks separately, and may leave the forward uncompiled, at the recompile
-    limit or if a graph break precedes all computation.
-    """
+    limit or if a graph break precedes all computation."""
     plain = kind.forward
 
-    # Copy no attributes: by those that torch.compile sets, Dynamo would take this for the function it decorated.
+    # Copy no attributes: a mark of torch.compile on `kind.forward` would make Dynamo treat this function as marked.
     @functools.wraps(plain, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -115,7 +115,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-@compiler.untraced("updates of parameters are waited for")
+@compiler.untraced("it waits for parameter updates in flight")
 def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
     put_hooks(inner_module(module), replica)  # before its parts are compiled
@@ -146,7 +146,7 @@ class _Waits(Installed):
         elif in_flight:
             self._arrive()
 
-    @compiler.untraced("updates of parameters are waited for")
+    @compiler.untraced("it waits for parameter updates in flight")
     def _arrive(self) -> None:
         replica = self._replica()
         if replica is not None:

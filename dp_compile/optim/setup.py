@@ -19,7 +19,7 @@ from dp_compile.replica.replica import Replica
 
 _REFUSED: Final = {
     torch.optim.LBFGS: "evaluates the model again in its step()",
-    torch.optim.SparseAdam: "needs sparse gradients, which are not reduced",
+    torch.optim.SparseAdam: "needs sparse gradients, with which no backward is captured",
 }
 
 
@@ -28,7 +28,7 @@ def check_kind(optimizer: Any) -> None:
     kind, name = type(optimizer), type(optimizer).__name__
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
     if why := _REFUSED.get(kind):
-        raise ConfigError(f"{name} cannot update in the backward: it {why}. Use another, or leave in_backward() out.")
+        raise ConfigError(f"{name} cannot update in the backward: it {why}. Use another, or none in the backward.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(f"{name}(differentiable=True) cannot update in the backward. Pass differentiable=False.")
 
@@ -91,9 +91,9 @@ class Setup:
         *,
         options: Sequence[dict[str, Any]] = (),
     ) -> Iterator[torch.optim.Optimizer]:
-        """Restrict the optimizer to `parameters`, in their groups, with `gradients`; reset `.grad` on exit.
+        """Restrict the optimizer to `parameters`, in their groups, with `gradients`; set `.grad` to `None` on exit.
 
-        `given`: tensors that replace the parameters, as pieces of them. `options`: the groups' options for this step,
+        `given`: tensors that replace the parameters, such as pieces. `options`: the groups' options for this step,
         from `options_of`; by default the current ones.
         """
         optimizer, given = self.optimizer, parameters if given is None else given
@@ -115,7 +115,7 @@ class Setup:
 
 
 def options_of(optimizer: torch.optim.Optimizer, of: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
-    """Return the options of each group after `of`: `copied`, or `noted` for a later comparison."""
+    """Return each group's options with `of` applied to each value: `copied`, or `noted` for a later comparison."""
     groups = optimizer.param_groups
     return tuple({name: of(value) for name, value in group.items() if name != "params"} for group in groups)
 

@@ -4,9 +4,9 @@
     other backwards          the same reduce-scatters
     end of every backward    the remaining updates; all-gather 0, all-gather 1, ...
     next forward             with `overlap_forward`: waits for each all-gather before the first read (`deferred.py`);
-                             they are launched in the order in which it reads
+                             they are launched in the order in which it is assumed to read
 
-A rank that falls back runs the same collectives in the same order, because every all-gather is at the end of the
+A rank whose backward is not captured runs the same collectives in the same order: every all-gather is at the end of the
 backward. It runs the same kernels on the same elements. One rank updates each element, and all ranks copy its value.
 
 Source: DeAR (arXiv 2302.12445), Megatron-LM's `overlap_param_gather`.
@@ -50,7 +50,7 @@ ELEMENT_WISE: Final = (  # each element is updated independently, so parameters 
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
 )  # fmt: skip
-_MAX_GATHERS: Final = 4  # in flight when `_gather` waits for the first: each has its own memory
+_MAX_GATHERS: Final = 4  # still in flight while `_gather` waits for the oldest: each has its own memory
 
 
 class ShardedStates(defaultdict[Any, Any]):
@@ -141,7 +141,7 @@ class Shard(Update):
                 raise ConfigError(f"{name} {what} and cannot be sharded. Use shard=False.")
             if parameter.stride() != dense_strides(parameter):
                 raise ConfigError(
-                    f"{name} has strides {parameter.stride()}, with gaps in its memory, and cannot be sharded. Make it "
+                    f"{name} has strides {parameter.stride()}, is not dense in memory, and cannot be sharded. Make it "
                     "contiguous before replicate()."
                 )
         self.setup.indices()
@@ -385,7 +385,7 @@ class Shard(Update):
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = not self.setup.looks_at_all or self._may_step_with(gradients, held)
         if moves:
-            # A failed rank updates nothing, but joins the collectives. The next backward finds ranks without the step.
+            # A failed rank updates nothing but joins the collectives. The next backward reports ranks without the step.
             self.setup.updated.update(() if failed is not None else self.covered)
             with replica.state.step_guard.updating(self.covered):
                 self._gather(replica, gradients, held)

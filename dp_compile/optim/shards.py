@@ -2,7 +2,7 @@
 
     bucket of 3 parameters      a a a a a a b b b . c c c c c c        . : padding
     ranks                       |---- 0 ----|---- 1 ----|-- ...
-    pieces of rank 1            b[0:3] at 0, c[0:2] at 4
+    pieces of rank 1            b[0:3] at 6, c[0:2] at 10 (`Piece.offset`)
 
 The plan sets the bounds of buckets, so chunks of a parameter differ in size, and `Shard(0)` of `DTensor` has no such
 layout. A DTensor of the flat bucket would tie a checkpoint to a plan, which depends on the number of ranks.

@@ -55,7 +55,7 @@ class Update:
         self.released()
 
     def released(self) -> None:
-        """Update in `step()` again, because the module is no longer replicated."""
+        """Update in `step()` again: the module is no longer replicated, or this optimizer was removed."""
         self._unmark()
         self._options = ()
         if self.deferred is not None:
@@ -162,7 +162,7 @@ class Update:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             problem = (
                 "optimizer.step() was given a closure, but the optimizer updates in the backward, before step(). Run "
-                "the backward yourself and call step() without it."
+                "the backward yourself and call step() without a closure."
             )
         elif self.setup.failed:
             problem = self.setup.failed
@@ -199,9 +199,9 @@ class Update:
         """Raise if the last backward has already updated with the gradient to be clipped."""
         if self._awaits_step and self.setup.find_replica() is not None and index in self.setup.covered:
             raise ReductionError(
-                f"clip_grad_norm_(): the backward has updated {self.setup.replica.name_list([index])} already, without "
-                "clipping. Pass in_backward(model, optimizer, shard=True, max_norm=...), or use the optimizer without "
-                "in_backward()."
+                f"clip_grad_norm_(): the backward has updated {self.setup.replica.name_list([index])} already. Leave "
+                "this call out and clip with in_backward(model, optimizer, shard=True, max_norm=...), or use the "
+                "optimizer without in_backward()."
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

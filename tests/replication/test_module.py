@@ -215,7 +215,7 @@ class TestCommHooks:
     def test_the_report_says_why_one_is_not_captured(self):
         """Registered before the start."""
         hooks = [
-            (local_hook, [], "what it does is not known here"),
+            (local_hook, [], "what it computes is unknown"),
             (default_hooks.allreduce_hook, dist.new_group([0]), "it averages over another group than the module's"),
         ]
         for hook, state, why in hooks:
