@@ -106,7 +106,7 @@ def decentralize(
             used_scaler = scaler or GradScaler(enabled=False)
             world_size, chosen = replica.group.world_size, topology
             if not isinstance(chosen, Topology):
-                local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_world_size is None else local_world_size
                 chosen = topology_of_name(chosen, world_size, local)
             found = f"{chosen.name}, {chosen.world_size} ranks"
             require(chosen.world_size == world_size, "topology", f"of {world_size} ranks, the size of the group", found)
@@ -233,10 +233,10 @@ def _forget_what_was_sent(module: nn.Module, *_: Any) -> None:
 def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     given, default = config or ReplicateConfig(), ReplicateConfig()
     refused = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
-    refused += ["ddp_python_hook"] if given.ddp_python_hook is False else []
+    refused += [name for name in ("ddp_python_hook", "init_sync_buffers") if getattr(given, name) is False]
     refused += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
     hint = " Ranks mix parameters here, and keep gradients and buffers local. For buckets, see bucket_size_in_mb."
-    require(not refused, "config", "without options for the reduction of gradients or for buckets", refused, hint)
+    require(not refused, "config", "without options of reductions, of buckets or of the initial copy", refused, hint)
     return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
 

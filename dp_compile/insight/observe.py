@@ -103,8 +103,8 @@ def step_of(module: nn.Module) -> Step:
         raise UnsupportedModuleError("no gradient of this module is reduced: there is nothing to explain.")
     if not replica.history.synced_backwards:
         raise UnsupportedModuleError(
-            "no synchronised backward of this module has run. Run a forward and a backward first, outside of no_sync(). "
-            "Those of dp_compile.warmup() do not count."
+            "no synchronised backward of this module has run. Run a forward and a backward first, outside of "
+            "no_sync(). Those of dp_compile.warmup() do not count."
         )
     group, given = replica.group, replica.config.cost
     found = f"{NOMINAL} for {group.backend}, not measured"

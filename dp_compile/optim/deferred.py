@@ -101,11 +101,12 @@ class Deferred:
             raise
 
     def release(self) -> None:
-        """Complete all work in flight, and remove the hooks by which readers of the module wait."""
+        """Complete all work in flight. Remove the hooks by which readers wait, unless another optimizer needs them."""
         self.complete()
         replica = self._setup.find_replica()
         if replica is not None and (root := replica.module.root()) is not None:
-            take_hooks_off(root)
+            if not any(each.deferred is not None and each.deferred.has_in_flight for each in replica.after.updates):
+                take_hooks_off(root)
 
     def drop(self) -> None:
         """Wait for the collectives in flight without updating, because the backward failed."""

@@ -27,7 +27,7 @@ def check_kind(optimizer: Any) -> None:
     """Raise if `optimizer` is not an optimizer, or cannot step in any backward."""
     kind, name = type(optimizer), type(optimizer).__name__
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", "a torch.optim.Optimizer", kind)
-    if why := _REFUSED.get(kind):
+    if why := next((why for refused, why in _REFUSED.items() if issubclass(kind, refused)), ""):
         raise ConfigError(f"{name} cannot update in the backward: it {why}. Use another, or none in the backward.")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(f"{name}(differentiable=True) cannot update in the backward. Pass differentiable=False.")

@@ -449,15 +449,23 @@ def test_ranks_that_differ_refuse_at_the_start():
 @pytest.mark.usefixtures("one_rank")
 def test_refused():
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    config = dp_compile.ReplicateConfig(mp_policy=policy, static_graph=True, gradient_as_bucket_view=True)
+    config = dp_compile.ReplicateConfig(
+        mp_policy=policy, static_graph=True, gradient_as_bucket_view=True, init_sync_buffers=False
+    )
+    own = type("Own", (torch.optim.LBFGS,), {})
     for text, name, value in (
         ("0 of them and 1 others", "optimizer", torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
-        ("LBFGS cannot update", "optimizer", lambda named: torch.optim.LBFGS([each for _, each in named])),
+        ("Own cannot update", "optimizer", lambda named: own([each for _, each in named])),
         ("must be a torch.optim.Optimizer, got int", "optimizer", 3),
         ("grad_clip_norm must be a number >= 0, got -1", "grad_clip_norm", -1),
         ("bucket_size_in_mb must be a number > 0", "bucket_size_in_mb", 0),
+        ("local_world_size, both >= 1, got (1, 0)", "local_world_size", 0),
         ("topology must be of 1 ranks, the size of the group, got 'ring, 4 ranks'", "topology", topology("ring", 4)),
-        ("got ['static_graph', 'gradient_as_bucket_view', 'reduce_dtype of mp_policy']", "config", config),
+        (
+            "got ['static_graph', 'gradient_as_bucket_view', 'init_sync_buffers', 'reduce_dtype of mp_policy']",
+            "config",
+            config,
+        ),
     ):
         assert text in said_by(ConfigError, **{name: value})
     model = decentral(mlp())

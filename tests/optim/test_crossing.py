@@ -427,6 +427,22 @@ def dropped(shard):
         assert left() == 0
 
 
+def one_of_two_removed():
+    """State dicts still wait for the updates of the other optimizer."""
+    with poisoned():
+        model = dp_compile.replicate(Net(), config=SMALL)
+        first, *others = model.parameters()
+        optimizers = SGD([first]), SGD(others)
+        for each in optimizers:
+            dp_compile.optim.in_backward(model, each, overlap_forward=True)
+        torch.compile(model, backend="dp_compile")(batch(0)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+        dp_compile.optim.remove_in_backward(optimizers[0])
+        assert left() > 0
+        assert not any(each.isnan().any() for each in model.state_dict().values())
+
+
 def lost():
     """Of a lost rank what the first wait raises is raised, though the others raise too; nothing stays in flight."""
     both = crossing()
@@ -450,6 +466,7 @@ def lost():
     ("scenario", "args"),
     [
         (lost, ()),
+        (one_of_two_removed, ()),
         (of_other_sizes, (False, (1, 1, 2, 1), [LEFT, LEFT, 0, LEFT])),
         pytest.param(of_other_sizes, (True, (1, 2, 3, 1), [LEFT] * 4), marks=pytest.mark.nightly),
         (head_outside, ()),
