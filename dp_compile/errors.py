@@ -25,7 +25,8 @@ class CommunicationError(DPCompileError, RuntimeError):
 
 
 class VoidBackwardError(CommunicationError):
-    """The backward of one rank failed. All ranks completed its collectives, so training can continue."""
+    """The backward of one rank failed. All ranks completed its collectives, so training on CPUs can continue. On GPUs
+    this rank may have stepped before it read that, so a checkpoint has to be restored."""
 
 
 class ReductionError(DPCompileError, RuntimeError):
