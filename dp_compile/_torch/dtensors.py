@@ -93,6 +93,6 @@ def waited_for(part: Any) -> torch.Tensor:
 
 
 def parent_of(mesh: Any) -> Any:
-    """Return the root mesh of a slice, a root mesh itself."""
+    """Return the root mesh of a mesh: itself, unless it is a slice."""
     with named():
         return mesh._get_root_mesh()

@@ -268,7 +268,7 @@ class _Neighbours(Trainer):
 
 
 def compute(workload: Workload, backend: str = "inductor") -> Trainer:
-    """`torch.compile` without communication: on one rank the reference for every mode."""
+    """`torch.compile` without communication. With one rank, ratios are to its time."""
     return Loop(workload, lambda model: torch.compile(model, backend=backend))
 
 

@@ -114,10 +114,10 @@ class _Steps(Installed):
             kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
             if kept is not None and bool(kept.any()):
                 raise UnsupportedModuleError(
-                    f"{class_name(module)} has reduced gradients from an earlier step at the start of a step (forward "
-                    f"{self._done + 1}). A step has {self._micro_steps} forwards, according to "
-                    "training.global_batch_size and training.local_batch_size. Set these to the accumulation of the "
-                    "trainer, and zero gradients between steps."
+                    f"{class_name(module)} starts a step (forward {self._done + 1}) with reduced gradients of an "
+                    f"earlier step. A step has {self._micro_steps} forwards, according to training.global_batch_size "
+                    "and training.local_batch_size. Make these match the trainer's accumulation, and zero gradients "
+                    "between steps."
                 )
         self._done += 1
         if self._micro_steps > 1:

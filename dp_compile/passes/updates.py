@@ -54,7 +54,7 @@ UPDATE = has_side_effect(make_op(f"update_parameters(Tensor(a!)[] written, {_ARG
 
 
 class Update(NamedTuple):
-    """The arguments of either op in a graph."""
+    """The arguments of an `UPDATE` or `UPDATE_LATER` node."""
 
     tensors: Sequence[fx.Node]
     gradients: Sequence[fx.Node]

@@ -90,7 +90,7 @@ class ReplicaJoinable(Joinable):
         self.module = module
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that torch's `Join` runs on a rank without inputs. Backwards are announced from now on.
+        """Return the hook that torch's `Join` runs on a rank without inputs. Backwards notify `Join` from now on.
 
         See `join` for `divide_by_initial_world_size`.
 
@@ -134,7 +134,7 @@ class _Membership(JoinHook):
             names = ", ".join(replica.names[0] for replica in replicas)
             raise ConfigError(
                 f"a backward inside join() reaches the replicated modules of {names}. join() supports one module, "
-                "which is the first member of its context: list it first, or replicate a module around them."
+                "and Join must list it first: reorder its list, or replicate a module that contains them."
             )
         work = Join.notify_join_context(self.member)
         if work is not None:

@@ -245,7 +245,7 @@ def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: Sequence[nn.P
     if any(id(parameter) in ours for parameter in around):
         raise UnsupportedModuleError(
             f"{class_name(module)} is wrapped by torch's DistributedDataParallel and replicated by dp_compile. "
-            "Use one. Leave it out, or put dp_compile.DistributedDataParallel in its place, without replicate()."
+            "Use one: drop torch's, or put dp_compile.DistributedDataParallel in its place, without replicate()."
         )
 
 

@@ -399,7 +399,7 @@ def test_join_refuses():
     with dp_compile.join(inside), reaches:
         call(torch.ones(1, 2)).sum().backward()
     call(torch.ones(1, 2)).sum().backward()
-    second = pytest.raises(dp_compile.ConfigError, match="is the first member of its context")
+    second = pytest.raises(dp_compile.ConfigError, match="Join must list it first")
     with Join([joinable(outside), joinable(inside)]), second, dp_compile.compiled_backward():
         inside(torch.ones(1, 2)).sum().backward()
     whole = dp_compile.replicate(nn.Sequential(dp_compile.replicate(nn.Linear(2, 2)), nn.Linear(2, 2)))
