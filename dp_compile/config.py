@@ -91,7 +91,7 @@ class ReplicateConfig:
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
             `broadcast_buffers`. `True` with `broadcast_buffers=False`: copied at the start only.
         check_reductions: `bool`, default `True`. Check that each new graph reduces every gradient exactly once. In each
-            synchronised backward, check by flags reduced with the gradients that no rank left a parameter out, reduced
+            synchronised backward, flags reduced with the gradients check that no rank left a parameter out, reduced
             another module or changed parameters too early. After 2, 4, 8, ... and every 1,024 synchronised backwards,
             check that parameters are equal on all ranks. The last check is off with a comm hook that is not captured,
             inside `join()`, and between different machines, where optimizers may round differently.
@@ -153,8 +153,8 @@ class ReplicateConfig:
         """Return the dtype in which gradients of these parameters are reduced, `None` for their own.
 
         Without a `reduce_dtype` FSDP2 reduced in `param_dtype` until torch 2.14. Since 2.15 it reduces in the promoted
-        dtype of the parameters (pytorch#197203). pytorch#196626 is in the same release, and its field
-        `param_dtype_override_fn` identifies it. Remove this with the last supported torch that lacks the field.
+        dtype of the parameters (pytorch#197203). The field `param_dtype_override_fn` (pytorch#196626) is in the same
+        release and identifies it. Remove this with the last supported torch that lacks the field.
         """
         policy: Any = self.mp_policy
         if policy is None:

@@ -26,7 +26,7 @@ class CommunicationError(DPCompileError, RuntimeError):
 
 class VoidBackwardError(CommunicationError):
     """The backward of one rank failed. All ranks completed its collectives, so training on CPUs can continue. On GPUs
-    this rank may have stepped before it read that, so a checkpoint has to be restored."""
+    the other ranks may have stepped before they read its flag, so a checkpoint has to be restored."""
 
 
 class ReductionError(DPCompileError, RuntimeError):

@@ -31,7 +31,7 @@ from dp_compile.replica.store_channel import check_consistent_in_call, unique_to
 
 BUCKET_MB: Final = 25.0  # as in torch's DDP; buckets are per dtype and device type
 IN_FLIGHT: Final = 2  # buckets at a time: one is filled during the reduction of the other, and memory stays small
-ASK_S: Final = 5.0  # how long a rank whose collective failed waits for the first rank without a status
+ASK_S: Final = 5.0  # how long a rank whose collective failed waits for each status, until one is missing
 CALL: Final = "average_parameters()"
 AVERAGED: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 

@@ -57,7 +57,7 @@ this: Final = SimpleNamespace()  # `trainer` and `batches` of this process, set 
 
 
 def expect(name: str, path: str) -> int:
-    """On rank 0, write the eager average gradients of 1 rank and of all; return the bytes of one set, else 0."""
+    """On rank 0, write the eager average gradients of 1 rank and of all, and return one set's bytes. On others, 0."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)
@@ -74,7 +74,7 @@ def expect(name: str, path: str) -> int:
 def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
     """Build the mode's trainer, compare its first gradients unless `expected` is empty, and warm it up.
 
-    Returns the seconds without the comparison, the largest error of a gradient, and the parameter's name.
+    Returns the seconds without the comparison, the largest error of a gradient, and its parameter's name.
     """
     chosen, rank = workload(name), dist.get_rank()
     this.batches = batches(chosen, rank)

@@ -96,7 +96,7 @@ _WIRES: Final = {  # the dtype in which torch's own hooks average, by their code
 def _cast_of(function: TorchHook) -> Averaging | None:
     """Return the averaging of a hook of torch that casts and averages, or `None` for any other function.
 
-    The state of these hooks is the group over which they average, `None` the default group, not the module's. They
+    The state of these hooks is the group over which they average (`None`: the default group, not the module's). They
     cast, divide by the number of ranks, sum and cast back. We divide first and round once: the same numbers if the
     number of ranks is a power of two, else one rounding less.
     """

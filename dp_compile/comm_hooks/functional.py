@@ -322,7 +322,7 @@ def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBuc
 
 def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
     """Return the result of the step after these results, on fake tensors: all earlier steps run again."""
-    # New states: a hook may return a tensor that it keeps, which is not fake.
+    # New states: `initial_state` may return a tensor that the hook keeps, which is not fake.
     state = [
         {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}
         for one in map(hook_of(key).initial_state, gradients)

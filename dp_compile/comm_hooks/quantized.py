@@ -10,8 +10,8 @@ collectives send them in float32, and each rank averages a part of them.
     q', s' = quantised mean        all-gather; the gradient becomes q' s', from the same bytes on every rank
     error = x - q s                plus ranks (mean - q' s') in this rank's part
 
-Q is the largest number of the dtype: 127, 448, 57344. The rank that averages a part adds the second loss to its own
-error. Each loss is thus kept for an element of a parameter on some rank, wherever blocks and parts begin in the next
+Q is the largest number of the dtype: 127, 448, 57344. The rank that averages a part adds the error of the mean to its
+own. Each error is thus kept for an element of a parameter on some rank, wherever blocks and parts begin in the next
 plan. Summed over all ranks, gradients and old errors equal returned gradients and new errors. A block with a
 non-finite element has a non-finite scale, and is non-finite on every rank.
 

@@ -120,7 +120,7 @@ def _one_peer_exp(world_size: int, local_world_size: int) -> Steps:
 
 
 def _alternating_exp_ring(world_size: int, local_world_size: int) -> Steps:
-    """Pair nodes. A pair averages inside each node first, then over both nodes; the next pair in reversed order."""
+    """Pair nodes. One pair averages inside each node, then over both; the next over both, then inside each."""
     local, n_nodes = local_world_size, world_size // local_world_size
     nodes = [tuple(range(node * local, (node + 1) * local)) for node in range(n_nodes)]
     steps: list[list[Edge]] = []

@@ -93,9 +93,9 @@ class Training:
     Args:
         model: a module passed to `replicate`, in the default group; parts with their own `replicate` are allowed.
         states: optimizers of `torch.optim`, and objects with `state_dict` and `load_state_dict`, as a `GradScaler`.
-        timeout_s: time-out of every collective, and so the longest time to detect a lost rank. It applies after this
-            rank's first step without compilation. `None`: that of `init_process_group`. Later, a rank is excluded if
-            it compiles longer than the others by more than `timeout_s` plus `grace_s`.
+        timeout_s: time-out of every collective after this rank's first step without compilation, and so the longest
+            time to detect a lost rank. A rank that then compiles longer than the others by more than `timeout_s` plus
+            `grace_s` is excluded. `None`: that of `init_process_group`.
         min_ranks: if fewer ranks remain, `TooFewRanksError` ends the training.
         grace_s: how long ranks that have detected a loss wait for others that have not and are not known to be dead.
             `None`: one second longer than `timeout_s`.
@@ -168,7 +168,7 @@ class Training:
         except RuntimeError as error:
             if isinstance(error, LeftOutError) or not is_of_other_ranks(error):
                 raise
-            # This rank did not vote. Its next collective would match the vote of the others, and gloo would end them.
+            # This rank did not vote. Its next collective would match the others' vote, and gloo would end those ranks.
             distributed.end_all_groups()
             if isinstance(error, LostStoreError):
                 raise

@@ -45,7 +45,7 @@ class Advice(NamedTuple):
     change: str
     gain_s: float
     share: float  # the gain as a share of the predicted end
-    at_most: bool = False  # the larger gain for half and for twice the length of the backward
+    at_most: bool = False  # whether the gain is the larger of two: for half and for twice the backward's length
 
 
 class Explanation:
@@ -119,7 +119,7 @@ class Explanation:
 
     @cached_property
     def buckets(self) -> tuple[ExplainedBucket, ...]:
-        """All buckets in launch order. "waits for" names the largest of the latest gradients up to this bucket."""
+        """Buckets in launch order. "waits for" names the last ready gradient up to this bucket, the largest if tied."""
         step, seen = self.step, self.step.measured
         alone = [None] * len(step.plan.buckets)
         planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)

@@ -42,7 +42,7 @@ class MeasuredBucket:
     """One bucket in one measured backward."""
 
     launch_s: float
-    finish_s: float | None  # end on the network; `None`: not shown by the source, but not after the last wait
+    finish_s: float | None  # end on the network; `None`: not shown by the source; at the latest when the last wait ends
     waited_s: float  # duration of compute's waits for it
     start_s: float | None  # start on the network, `None` as `finish_s`
     wait_s: float  # start of the first wait

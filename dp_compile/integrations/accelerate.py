@@ -147,7 +147,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
 
 def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
-    """Compile in place what accelerate's `compile_regions` compiles, which copies every module above a block."""
+    """Same as accelerate's `compile_regions`, but in place: that one copies every module above a block."""
     if is_repeated_blocks(module):
         for block in module.children():
             compile_in_place(block, **options)

@@ -1,6 +1,6 @@
 """transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` before a user's trainer class.
 
-A `Trainer` leaves wrapping and compiling to an `Accelerator`; this one converts that to the class of `accelerate.py`.
+A `Trainer` leaves wrapping and compiling to an `Accelerator`. Ours converts it to the class of `accelerate.py`.
 """
 
 from __future__ import annotations

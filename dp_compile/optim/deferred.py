@@ -48,7 +48,7 @@ class Deferred:
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Defer the update of parameters `indices` by `launched` reductions; in a dry run only wait for these."""
+        """Defer the update of parameters `indices` with the gradients `launched`; in a dry run only wait for these."""
         setup = self._setup
         nbytes = sum(tensor.nbytes for tensor in launched)
         pending = PendingUpdate(

@@ -104,9 +104,9 @@ def _waiting_by_itself(
 ) -> Callable[..., Any]:
     """Wrap code that waits for each parameter that it reads.
 
-    `parameters`: input position of one parameter of each module; modules of one class share code. `breaks`:
-    uncompiled code follows and may read any parameter. `starts_here`: the forward starts with this code; a later
-    graph cannot tell whether the forward is one graph.
+    `parameters`: input position of one parameter of each module, to find the module: those of one class share code.
+    `breaks`: uncompiled code follows and may read any parameter. `starts_here`: the forward starts with this code; a
+    later graph cannot tell whether the forward is one graph.
     """
 
     def run(*args: Any) -> Any:

@@ -120,7 +120,7 @@ def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
     put_hooks(inner_module(module), replica)  # before its parts are compiled
     replica.wait_for_updates()
-    note_forward([replica], whole=True)  # the next forward runs this too, or its graphs set `whole`
+    note_forward([replica], whole=True)  # the next forward waits here too, or in its graphs, which set `whole`
 
 
 def note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
@@ -141,7 +141,7 @@ class _Waits(Installed):
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             _refuse_other_backends()
-            if self._of_part:  # Dynamo may compile this hook separately, and skip the part (torch's, as `Linear`)
+            if self._of_part:  # Dynamo may compile this hook separately, and skip the part if it is torch's (`Linear`)
                 START(True, True)
         elif in_flight:
             self._arrive()

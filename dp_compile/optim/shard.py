@@ -385,7 +385,7 @@ class Shard(Update):
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = not self.setup.looks_at_all or self._may_step_with(gradients, held)
         if moves:
-            # A failed rank updates nothing but joins the collectives. The next backward reports ranks without the step.
+            # A failed rank joins the collectives without updating. The next backward reports ranks without the step.
             self.setup.updated.update(() if failed is not None else self.covered)
             with replica.state.step_guard.updating(self.covered):
                 self._gather(replica, gradients, held)

@@ -152,7 +152,7 @@ class _Membership(JoinHook):
     def rescale(self) -> None:
         """Rescale gradients to the average over the ranks with inputs if `divide_by_initial_world_size` is `False`.
 
-        Does nothing with a given divide factor, or with a comm hook, which divides by itself in torch."""
+        Does nothing with a given divide factor, or with a comm hook: as in torch, the hook has to divide."""
         world_size = self.replica.group.world_size
         if self.replica.group.averaging.divide_by is not None or self.replica.planning.comm_hook is not None:
             return

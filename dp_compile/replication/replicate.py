@@ -353,7 +353,7 @@ def _start(request: _Request, module: nn.Module, pending: modules.Pending | None
     owners.add(replica)
     install_hooks(replica)
     modules.states[module] = weakref.ref(replica)
-    # Not module.register_...: there a ScriptModule rejects hooks that were not scripted with it. It runs this one.
+    # Not module.register_...: a ScriptModule's own method rejects hooks not scripted with it. This way it runs them.
     nn.Module.register_forward_pre_hook(module, modules.ForwardCheck(replica))
     install_entry()
     MONITOR.watch(replica)

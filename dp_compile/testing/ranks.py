@@ -129,7 +129,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         variables = {"OMP_NUM_THREADS": "1", **self._environment}  # torch reads it on import
         with mock.patch.dict(os.environ, variables), contextlib.ExitStack() as exits:
             if threading.current_thread() is threading.main_thread():
-                # Processes ignore Ctrl-C while they import, without a traceback: the parent stops them.
+                # While they import, processes ignore Ctrl-C, to print no traceback: the parent stops them.
                 exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()

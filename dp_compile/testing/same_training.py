@@ -115,7 +115,7 @@ def _train_both(
     ours = _train(training, steps, model, model if backend is None else torch.compile(model, backend=backend))
     seen = report(model)
     unreplicate(model)
-    torch.compiler.reset()  # after an error the process ends
+    torch.compiler.reset()  # in no `finally`: after an error the process ends
     found = list(_differences(ours, theirs, rtol, atol))
     wrong = [each for each in found if each.is_too_large] or [max(found, key=lambda each: each.relative)]
     return wrong, f"{', '.join(seen.backwards)}, reduced by {seen.mode}"
