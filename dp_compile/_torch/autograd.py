@@ -115,8 +115,8 @@ def hooks_behind(leaf: torch.Tensor) -> dict[int, Any]:
 
 
 def accumulates(leaf: torch.Tensor) -> object:
-    """Return the AccumulateGrad node of a leaf that requires grad, the same object while it is alive. Requires grad
-    mode. Takes 1 us, less than torch's `get_gradient_edge`."""
+    """Return the AccumulateGrad node of a leaf that requires grad, the same object while that node lives. Requires
+    grad mode. Takes 1 us, less than torch's `get_gradient_edge`."""
     return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 

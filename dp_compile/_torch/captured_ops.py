@@ -1,5 +1,5 @@
 """Built-in autograd functions as compiled autograd calls them, as attributes of a module: graphs that call these can
-be pickled, so AOTAutograd caches their code. Those of torch are not attributes of an importable module (2.11 to 2.15).
+be pickled, so AOTAutograd caches their code. torch's own are not attributes of an importable module (2.11 to 2.15).
 """
 
 from __future__ import annotations

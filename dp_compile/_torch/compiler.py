@@ -159,7 +159,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
         module.compile(**options)
         return
     if kind not in _first_frames:
-        code = _call.__code__.replace(co_name=f"call_{kind.__name__}")  # Dynamo's cache and its limit are per code
+        code = _call.__code__.replace(co_name=f"call_{kind.__name__}")  # Dynamo has a cache and a limit per code object
         _first_frames[kind] = types.FunctionType(code, globals())
     module._compiled_call_impl = functools.partial(torch.compile(_first_frames[kind], **options), module)
 

@@ -259,10 +259,10 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
 
 
 def unchanged_by_prologue(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> dict[str, str]:
-    """Return the names of nodes that AOTAutograd's prologue returns unchanged, and of its operands that they equal.
+    """Return a map from each node that AOTAutograd's prologue returns unchanged to its equal operand, both by name.
 
     `values`: fake tensors of nodes. The prologue may also copy a gradient into another memory format. It is a closure,
-    with which AOTAutograd does not cache a graph.
+    and AOTAutograd caches no graph with one.
     """
     found: dict[str, str] = {}
     for node in graph.nodes:

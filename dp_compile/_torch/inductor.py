@@ -58,7 +58,7 @@ def compile_with_inductor(
         on_code(gm.graph, str(getattr(compiled, "source_code", "")))
         return compiled
 
-    # AOTAutograd caches no function of unknown modules. Name, arguments and torch's version say what these compute.
+    # AOTAutograd caches no function of unknown modules. Name, arguments and torch's version define a `NamedOp` fully.
     names = {f"{t.__module__}.{t.__name__}" for t in (node.target for node in gm.graph.nodes) if isinstance(t, NamedOp)}
     # Sorted, because the order is a part of the cache's key.
     cacheable = config.unsafe_marked_cacheable_functions | dict.fromkeys(sorted(names), torch.__version__)
@@ -133,8 +133,8 @@ def lower_as_call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_first(buffer: Any, users: Sequence[Any]) -> None:
-    """Schedule the call that creates `buffer`, which has no inputs, first, and `users` after it. The users write into
-    its memory, a dependency that Inductor does not see. Inductor never reuses the memory for another buffer."""
+    """Schedule first the call without inputs that creates `buffer`, then `users`, which write into its memory: a
+    dependency that Inductor does not see. Inductor never reuses the memory for another buffer."""
     graph = _state.graph
     operation = buffer.get_defining_op()
     graph.operations.remove(operation)

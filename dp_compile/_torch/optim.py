@@ -48,7 +48,7 @@ def steps_in_backward(parameter: torch.Tensor) -> bool:
 
 
 def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Make GradScaler always call `step()` and pass its check for inf in `optimizer.found_inf`. Returns a function that
+    """Make GradScaler always call `step()` and store its inf check in `optimizer.found_inf`. Returns a function that
     undoes it. Undo it: a scaler leaves unscaling and skipping to a marked optimizer, and only fused ones do both."""
     if "_step_supports_amp_scaling" in vars(optimizer):
         return lambda: None

@@ -308,7 +308,7 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
 
 
 def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
-    """Run a backward captured, or eagerly if an obstacle prevents or ends its capture."""
+    """Run a backward: captured, or eagerly if an obstacle prevents or ends its capture."""
     obstacle, is_refused = _obstacle(state, call), False
     if obstacle is None:
         # A local import: it loads Dynamo and Inductor, which a compiled forward has loaded already.
@@ -425,7 +425,7 @@ def complete_backward(
 
 
 def _state_of(call: _Call) -> BackwardState:
-    """Return the state of a backward with its modules: none for `torch.autograd.grad`, which accumulates nothing."""
+    """Return the state of a backward with its modules: no modules for `torch.autograd.grad`: it accumulates nothing."""
     if not call.accumulate_grad:
         return BackwardState(call.tensors)
     replicas, strangers, is_compiled = _search(call.tensors)
@@ -443,7 +443,7 @@ def _state_of(call: _Call) -> BackwardState:
 
 
 def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], bool]:
-    """Return the replicas reached, the parameters of no replica, and whether the backward is compiled.
+    """Return the replicas reached, the parameters that no replica has, and whether the backward is compiled.
 
     It is, if AOTAutograd compiled a part of its graph or `compiled_backward` is active. Walks the graph depth first
     until the result is known. This usually takes a few nodes: a compiled backward, and a parameter next to it.

@@ -123,7 +123,7 @@ class CapturedBackward:
         return binding
 
     def _finalize_plans(self, replicas: Sequence[Replica], binding: Binding, values: Values) -> bool:
-        """Finalize the plans that await the graph of a first backward, before tracing. Return whether any did."""
+        """Finalize the plans that await the graph of a first backward, before tracing. Return whether it found any."""
         synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.planning.awaits_graph]
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]

@@ -57,7 +57,7 @@ class NotTraced(DPCompileError):
 
 
 class OtherMemory(DPCompileError):
-    """The inputs of code that updates parameters alias differently than at compilation; none of it has run."""
+    """Code that updates parameters got inputs that alias differently than at compilation; none of it has run."""
 
 
 class CompiledBackward:
@@ -157,7 +157,7 @@ class CompiledBackward:
     # --- compilation
 
     def _needed_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return which of Dynamo's guards to check: all but those of parameters that the binding and compiled
+        """Return which of Dynamo's guards to check: not those of parameters, which the binding and compiled
         autograd's key (dtype, device, `requires_grad`) determine. Parameters that may change their memory format keep
         theirs. With 500 parameters a backward of one rank took 6.0 ms with all guards, 5.4 ms with these (2 cores).
         """

@@ -150,8 +150,8 @@ def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
     """Check the reduced flags of a backward. `unused`: parameters without a gradient on this rank.
 
-    Raises the errors of `_judge`. An error of other ranks only is raised immediately on a CPU, and up to `MAX_UNREAD`
-    backwards later on a GPU.
+    Raises the errors of `_judge`. An error that only other ranks have is raised immediately on a CPU, and up to
+    `MAX_UNREAD` backwards later on a GPU.
     """
     _settled[replica.group.name] += 1
     local, checks = replica.state.step_guard, replica.config.check_reductions
@@ -239,7 +239,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
-    """Return the messages of ranks that missed a step, otherwise one that `no_sync` differs between ranks."""
+    """Return the messages of ranks that missed a step, otherwise a message that `no_sync` differs between ranks."""
     channel = channel_of(replica) if reduced.event is None else None
     missed = all_gather_object(channel, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, missed)) or (

@@ -165,8 +165,8 @@ def _refuse(found: Iterable[tuple[str, str, torch.Tensor]]) -> None:
 # --- equal on all ranks -----------------------------------------------------------------------------------------------
 
 EVERY: Final = 1024
-"""Backwards per comparison. One takes 0.002 (transformer) to 0.43 (500 small layers) of an AdamW step (CPU, torch
-2.13), so below 0.1 % of the time. Most mistakes occur at the start: compare also after 2, 4, 8, ... backwards."""
+"""Backwards per comparison. A comparison takes 0.002 (transformer) to 0.43 (500 small layers) of an AdamW step (CPU,
+torch 2.13), so below 0.1 % of the time. Most mistakes occur at the start: compare also after 2, 4, 8, ... backwards."""
 _WORDS_IN_A_ROW: Final = 1024
 _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, without a bit pattern: Fibonacci hashing
 

@@ -152,7 +152,7 @@ class ReductionRound:
     flights: list[tuple[EagerOps, Generator[None, None, torch.Tensor]]] = field(default_factory=list)  # launched
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Allocates buckets in memory that is reused after the round unless it became a gradient. `None`: no reuse."""
-    new: frozenset[int] = frozenset()  # had no gradient before: `.grad` may alias the bucket; others are written to
+    new: frozenset[int] = frozenset()  # had no gradient before: `.grad` may alias the bucket; an old one is written to
     due: deque[tuple[int, int]] = field(init=False)  # (bucket, stage) pairs still to be launched
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index once the round is finished, without scattered gradients."""

@@ -148,7 +148,7 @@ class Watched:
         return "\n".join(texts)
 
     def launched(self, topic: str) -> int:
-        """Return the number of collectives launched in this backward for a replica, -1 if it is not reduced in it."""
+        """Return how many collectives this backward launched for a replica, -1 if it does not reduce the replica."""
         replica = self._replicas.get(topic)
         return -1 if replica is None else _launched(replica) - self._bases[topic]
 
@@ -208,7 +208,7 @@ class Monitor:
         self._rank, self._beat, self._leaving = -1, 0, False
 
     def watch(self, replica: Replica) -> None:
-        """Publish a replica's progress until the replica or the process group is gone, and warn if it is stuck."""
+        """Publish a replica's progress until the replica or the process group is gone, and warn of stuck backwards."""
         if not replica.group.has_others or monitor_after_s() is None:
             return
         with self._lock, contextlib.suppress(RuntimeError):  # without a store, errors have local information only

@@ -32,7 +32,7 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
         if replica.planning.awaits_graph:
             channel, topic = channel_of(replica), unique_topic(replica, "ready times")
             proposal = times[replica].to_json() if replica in times else None
-            # The first rank of a group may wait for that of another group: every first rank broadcasts before it reads.
+            # The first rank of a group may wait for another group's, so every first rank broadcasts before it reads.
             if channel is not None and channel.rank == 0:
                 broadcast_object(channel, topic, proposal)
             asked.append((replica, channel, topic, proposal))

@@ -59,8 +59,8 @@ class BucketRanges(autograd.TorchDispatchMode):
     """A dispatch mode that puts profiler ranges around the collectives of buckets in compiled code.
 
     It is pushed only around compiled code, so it causes no recompilation. Launches run in the order of the plans; a
-    launch whose size is not that of the next one belongs to no bucket. A bucket with several stages has a range for its
-    first launch and for each wait.
+    launch whose size differs from that of the next expected one belongs to no bucket. A bucket with several stages has
+    a range for its first launch and for each wait.
     """
 
     # Activation checkpointing calls higher-order operators that draw random numbers again.

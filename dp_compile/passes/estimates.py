@@ -100,7 +100,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
 
 
 def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """Return for each node the only accumulation that depends on it; `None`: several do, or another output."""
+    """Return for each node the only accumulation that depends on it; `None`: several do, or another output does."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in reversed(nodes):
         needed_by = {found[user] for user in node.users}
@@ -111,7 +111,7 @@ def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> di
 def _may_wait(
     accumulations: Sequence[Accumulation], only: Mapping[fx.Node, fx.Node | None], values: Values
 ) -> set[fx.Node]:
-    """Return the last accumulations of a graph whose own work may run at the end of the backward.
+    """Return those of a graph's last accumulations whose own work may run at the end of the backward.
 
     The inputs of this work stay in memory until then. They may take as much memory as the backward's inputs,
     without parameters, and the gradients (as in torch's DDP). This usually admits all; with checkpointing, few.

@@ -2,8 +2,8 @@
 
     a  b  launch(a)  wait(a)  use(a)  c   ->   a  launch(a)  b  c  ...  wait(a)  use(a)
 
-Only nodes that this launch or an earlier one depends on precede a launch. So no order of these launches has less
-compute before any of them. Each wait moves to just before its first use. No time estimate is involved.
+A launch is preceded only by nodes on which it or an earlier launch depends. So no node order with the same launch
+order has less compute before any launch. Each wait moves to just before its first use. No time estimate is involved.
 
 With several stages, a launch may depend on the wait for the previous stage, which stalls compute. This wait comes right
 before that launch. Launches keep the order of the plan (`plan.reduction.launch_order`).
@@ -14,7 +14,7 @@ generated code there, unless a launch needs it earlier. The second product reads
 200 layers of 32 take 12.7 ms of processor time per step, not 13.6 (alternating runs, medians of 41, 2026-11-27).
 
 Moved compute can extend lifetimes, as of an activation whose weight gradient is computed later. Only bias gradients
-and our collectives move if the simulated peak would exceed DDP's, the model has collectives, or no launch is earlier.
+and our collectives move if the simulated peak would exceed DDP's, the model has collectives, or no launch gets earlier.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _compute_before(order: Sequence[fx.Node]) -> list[int]:
 
 
 def _footprint(graph: fx.Graph) -> memory.Footprint:
-    """Return the footprint, with members without other users inside their bucket, and kept buckets always live."""
+    """Return the footprint: members without other users lie in their bucket, and kept buckets are always live."""
     buckets = graph.find_nodes(op="call_function", target=FLAT_BUCKET)
     homes = {
         member: bucket

@@ -6,7 +6,7 @@ layer last, so the forward would wait for all buckets. Two kinds of orders are t
 
     of the ready buckets, the one that is read first: good if the network is always busy
     some buckets in ready order, then all others in the order of their reads: the backward computes the gradients of the
-    first layers sooner, and during their reduction the products that only later launches need
+    first layers sooner, and while these are reduced, the products that only later launches need
 
     step = backward + forward + stalls of the forward         >=  max(backward + forward, communication)
 
@@ -39,9 +39,9 @@ def plan_crossing(
 ) -> PlanResult:
     """Plan the same gradients for a step whose reductions may overlap the next forward.
 
-    The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them. The
-    plan has the best average over networks from half to twice the estimated speed; in the worst case every order is far
-    from the bound. If `planned` has a certificate, so has the result, for backward and next forward together. If a
+    The flags get their own bucket, the first: they are known when the backward begins, and the backward waits for them.
+    The plan has the best average over networks from half to twice the estimated speed; in the worst case every order is
+    far from the bound. If `planned` has a certificate, so has the result, for backward and next forward together. If a
     reduction has several stages, returns `planned`. `cuts`: also try other buckets. `lanes`: as in `Backend`.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]

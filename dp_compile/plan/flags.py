@@ -5,7 +5,7 @@
 | one for each parameter  | unused on this rank; with `find_unused_parameters`: used                          |
 | `2 * NUMBER_BITS`       | each bit of a number for the module, and each bit of its complement               |
 | one                     | this rank changed parameters whose gradients were not reduced                     |
-| two                     | it changed them after a local backward whose gradients were dropped; it did not   |
+| two                     | it changed them after a local backward with dropped gradients; the opposite bit   |
 
 Readers only distinguish zero from nonzero. So the elements survive averaging over any number of ranks in float64,
 float32 and bfloat16, and in float16 within the limit of `Averaging.reduction` (`MOST_IN_FLOAT16`). Lossy codecs never

@@ -149,14 +149,14 @@ def finish_time(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float =
         timeline = list(launches(jobs, slower=slower, backward_s=backward_s))
         arrived_s = max(launch.finish_s for launch in timeline)
         return max(arrived_s, backward_s + sum(launch.waited_s for launch in timeline))
-    free = 0.0  # one stage each: equal to `launches`, but faster, because the planner calls this very often
+    free = 0.0  # one stage each: as `launches`, but a faster loop, because the planner calls this very often
     for job in jobs:
         free = max(job.ready_s, free) + job.legs[0].seconds * slower
     return free
 
 
 def weights_of(loads: Iterable[Load], cost: AllReduceCost) -> tuple[float, float]:
-    """Return the latency of consecutive stages, once per bucket, and the transfer time of these loads, in seconds."""
+    """Return the latency of these stages, which a bucket has once, and the transfer time of these loads, in seconds."""
     latency_s = transfer_s = 0.0
     for link, phases, nbytes in loads:
         line = cost.on(link)

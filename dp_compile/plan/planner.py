@@ -41,7 +41,7 @@ LATENCIES: Final = (1.0, 2.0, 5.0, 8.0)  # factors on the latency, for candidate
 SHARES: Final = (1.0, 0.99, 0.97, 0.95)
 CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0  # of the first bucket of each key, as in torch's DDP: communication starts early
-SLACK: Final = 2e-3  # ends within this share count as equal: fewer buckets save processor time, which has no model
+SLACK: Final = 2e-3  # end times within this share count as equal: fewer buckets save unmodelled processor time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class ReadyTimes:
 
     `shares`: by gradient index, for launches in ready order; a missing gradient is ready at the end. `own`: the share
     of the backward that only this gradient needs, such as the product for a weight. `backward_s`: duration of that
-    backward in seconds; `None`: unknown. `nominal_s`: the same on a nominal device. `waits_from`: memory suffices to
-    defer to the end the own work of all gradients that are ready at this share or later.
+    backward in seconds; `None`: unknown. `nominal_s`: the same on a nominal device. `waits_from`: the own work
+    of all gradients that are ready at this share or later may run at the end, because memory suffices.
     """
 
     shares: Mapping[int, float]

@@ -40,8 +40,8 @@ class Load(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `exchange`. The latter is an
-    all-to-all and a local sum: a reduce-scatter for backends whose own saves no bytes.
+    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `exchange`. The last is an
+    all-to-all and a local sum: a reduce-scatter for backends whose own sends as much as their all-reduce.
 
     `reduce_op`: `sum` or `avg`; empty if nothing is summed. `parts`: the number of equal parts, one for each rank of
     the group, into which a tensor is split or from which it is gathered. `link`: the network of the group: `whole`,

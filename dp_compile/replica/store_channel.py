@@ -35,7 +35,7 @@ _meetings: Final[Counter[str]] = Counter()
 
 
 class MissingRankError(DesyncError):
-    """A rank did not reach a synchronisation point in time. In a backward the monitor adds its status to the text."""
+    """A rank did not reach a synchronisation point in time. In a backward the monitor adds the rank's status."""
 
 
 class LostStoreError(CommunicationError):
@@ -137,7 +137,7 @@ class StoreChannel:
 
     @contextlib.contextmanager
     def _asking(self, patience_s: float) -> Iterator[None]:
-        """Raise `MissingRankError` on time-out, otherwise `LostStoreError`. The time decides: torch has one class."""
+        """Raise `MissingRankError` on time-out, otherwise `LostStoreError`. Time decides: torch raises one class."""
         started_s = time.monotonic()
         try:
             yield
@@ -279,7 +279,7 @@ def check_consistent_in_call(who: Replica | Group, statement: Statement, call: s
 
 @contextlib.contextmanager
 def propagate_errors(who: Replica | Group, call: str) -> Iterator[None]:
-    """Report an error raised inside to the ranks that wait in `check_consistent_in_call`, and raise it again."""
+    """Report an error of this block to the ranks that wait in `check_consistent_in_call`, and raise it again."""
     try:
         yield
     except (DesyncError, LostStoreError):  # all ranks have it already, or cannot be reached
