@@ -130,7 +130,7 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         nesterov: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        require_integer("every", every, 1)
+        require_integer("'every'", every, 1)
         require(outer_lr > 0 and momentum >= 0, "outer_lr and momentum", "> 0 and >= 0", (outer_lr, momentum))
         options = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
         self._outer = _OuterStep(process_group, parameters_in(optim.param_groups), **options)
@@ -189,7 +189,7 @@ class _OuterStep(averagers.ModelAverager):
         for name, ours in (("parameters", parameters), ("velocities", parameters if self.momentum else ())):
             theirs = state[name]
             shapes = ([None if each is None else list(each.shape) for each in two] for two in zip_longest(ours, theirs))
-            wrong = [f"[{place}] {there}, here {here}" for place, (here, there) in enumerate(shapes) if here != there]
+            wrong = [f"tensor {at}: {there}, here {here}" for at, (here, there) in enumerate(shapes) if here != there]
             require(not wrong, f"outer {name} of state_dict", "of the same shapes as this optimizer's", wrong[:1])
 
     def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:

@@ -174,8 +174,8 @@ def lines(results: Results) -> Iterator[str]:
     yield from textwrap.wrap(
         f"{results.started[:16]} UTC, {where}. {count(suite.ranks, 'rank')}, {turns}, {count(suite.starts, 'start')}, "
         f"caches {suite.caches}. Values with +-: ratio to `{suite.reference}` in the same turn, median and 1.96 "
-        "standard errors. Values in ms: median and quartiles. The slowest rank counts. *Italic*: a bound, whose "
-        "gradients are not reduced.",
+        "standard errors. Values in ms: median and quartiles. All times are the slowest rank's. Modes in *italic* "
+        "are bounds: they reduce no gradients.",
         WIDTH,
     )
     for cell in cells:
@@ -244,9 +244,9 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
         lines += table([head, *rows], left=[0, 1, 2])
         for name, what, _, after, reason in found:
             lines += ["", *textwrap.wrap(f"{name}, {what}, is lost: {reason}", WIDTH)] if after is None else []
-    text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {number} ratios to {reference}"
-    text += f", {unclear} of them unclear," if unclear else ""
-    return "\n".join([f"{text} and in all counts", *lines]) + "\n", regressions
+    text = f"{regressions or 'no'} regression{'' if regressions == 1 else 's'}. Compared: all counts, {number} ratios"
+    text += f" to {reference}" + (f" ({unclear} unclear)" if unclear else "")
+    return "\n".join([text, *lines]) + "\n", regressions
 
 
 def _times(old: Cell, new: Cell, reference: str) -> Iterator[tuple[str, str, Ratio, Ratio | None, str]]:

@@ -107,8 +107,8 @@ class Runner:
         allowed = workload(name).tolerance
         for _, off, parameter in answers:
             if not off <= allowed:
-                far = f"the gradient of {parameter} differs by {off:.2g} of its norm from the average of one process"
-                return replace(result, reason=f"{far} (allowed {allowed:g}).")
+                far = f"the gradient of {parameter} is off by {off:.2g} of its norm"
+                return replace(result, reason=f"{far} from the average computed in one process (allowed {allowed:g}).")
         starts_s = (*result.starts_s, max(seconds for seconds, _, _ in answers))
         return replace(result, is_bound=made.is_bound, starts_s=starts_s)
 

@@ -82,7 +82,7 @@ are rank 0's, in nats per byte. Step times exclude two steps, which compile.
     )
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
     parser.add_argument("--width", type=int, default=128, metavar="N", help="a multiple of 32 (%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (300, with --check 25)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps (300; 25 with --check)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, at least 2)")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="X", help="bucket size in MiB (default: planned)")
     parser.add_argument(
@@ -185,7 +185,7 @@ links   {", ".join([*LINKS][:4])},
         {", ".join([*LINKS][4:])}
 dtypes  bfloat16, float16, float32
 
-Nothing is run. Buckets are planned for each row if the step's were.
+Nothing is run. Planned buckets are replanned for each row.
 """,
     )
     _add_step(parser)
@@ -231,7 +231,7 @@ A suite is packaged, or a TOML file:
   modes = ["oracle", "ddp", "ddp:5", "ours"]
   networks = [
     {kind = "loopback"},
-    # Network namespaces and tc-tbf, as root; the second finds its rate.
+    # Network namespaces and tc-tbf, as root; comm_over_compute sets the rate.
     {kind = "shaped", rate_mbit = 640},
     {kind = "shaped", comm_over_compute = 0.5},
     # One process, 63 ranks are simulated.
@@ -245,7 +245,7 @@ examples:
   dp-compile bench report bench-short.json          prints the tables again
 
 Exit status: 0; 1 if a mode was not measured, became slower than noise explains
-or does more than before; 2 if a suite, file or option is wrong, or two runs
+or has higher counts; 2 if a suite, file or option is wrong, or two runs
 cannot be compared.
 """
 

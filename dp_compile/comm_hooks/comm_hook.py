@@ -52,7 +52,7 @@ class CommHook:
     def statement(self) -> str:
         """Text that ranks compare, because either all of them call the hook or none."""
         memory = "" if self.memory is None else f", after {self.memory.backwards} backwards"
-        return self.name if self.is_called else f"{self.name}, known: {self.averaging}{memory}"
+        return self.name if self.is_called else f"{self.name}, as {self.averaging}{memory}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:

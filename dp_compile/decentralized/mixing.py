@@ -43,7 +43,7 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
     """Return buckets of parameters in reversed order, as in decent-dp; equal on every rank."""
     group, specs = group_on(replica.group.process_group, replica.device.type), []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
-        require(not parameter.is_complex(), name, "real, not complex: use two real parameters", parameter.dtype)
+        require(not parameter.is_complex(), name, "real", parameter.dtype, " Use two real parameters.")
         specs.append(tensor_spec(index, name, parameter, group))
     return plan_buckets(specs[::-1], bucket_cap_mb=bucket_mb)
 
@@ -124,8 +124,8 @@ class Mixer:
         if changed:
             raise ReductionError(
                 f"{replica.name_list(sorted(changed))} changed between two steps while their exchange was in flight. "
-                "Mixing would overwrite the change. Change parameters with load_state_dict() of the whole module, "
-                "after global_avg(will_revert=False), or in the optimizer's step()."
+                "Mixing would overwrite the change. Change parameters in the optimizer's step(), after "
+                "global_avg(will_revert=False), or with load_state_dict() of the whole module."
             )
         _, edge = self._in_flight[0]
         own_factor = (1 - self.factor) + self.factor * edge.own_factor
@@ -258,8 +258,8 @@ class MixingUpdates(Updates):
             raise ReductionError(self._broken)
         if self.mixer.kept:
             raise ReductionError(
-                "a backward started while parameters hold the global average. Reverting the average would discard "
-                "its update. Train outside of global_average(), or call revert_global_avg() first."
+                "a backward started while parameters hold the global average. Reverting it would discard the "
+                "backward's update. Train outside of global_average(), or call revert_global_avg() first."
             )
 
     def apply(self, *_: object) -> None:

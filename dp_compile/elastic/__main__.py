@@ -95,7 +95,7 @@ class _Launcher:
             self._registry.end()
         if code == 0:
             return
-        print(f"process {name} ended with code {code}, {len(self.running)} go on", file=sys.stderr, flush=True)
+        print(f"process {name} ended with code {code}; {len(self.running)} still run", file=sys.stderr, flush=True)
         if self._joined < self._restarts and self.running:
             self._joined += 1
             joining = f"joined {self._joined}"

@@ -333,7 +333,7 @@ class Training:
         if own.statement != found[source].statement:
             raise DesyncError(
                 f"process {self._registry.process} differs from rank {source}: "
-                f"{first_difference(found[source].statement, own.statement)}. Start all processes with the same script."
+                f"{first_difference(found[source].statement, own.statement, source)}. Use one script for all processes."
             )
         if any(each[::2] != found[source][::2] for each in found):
             self._copy(source, is_behind=own[::2] != found[source][::2])

@@ -217,8 +217,8 @@ def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.
     for replica in state.synced:
         if not distributed.is_alive(replica.group.process_group):
             raise CommunicationError(
-                f"the process group with which the gradients of {replica.names[0]} and others are reduced was "
-                "destroyed. End training before destroy_process_group(); or, with a new group, call unreplicate() and "
+                f"the process group that reduces the gradients of {replica.names[0]} and others was destroyed. "
+                "End training before destroy_process_group(); or, with a new group, call unreplicate() and "
                 "replicate()."
             )
     try:

@@ -113,7 +113,7 @@ class Explanation:
         if seen is not None:
             off = None if self.end_s is None or not seen.end_s or step.has_two_halves else self.end_s / seen.end_s - 1
             yield f"measured: {seen}" + ("" if off is None else f"; predicted end {off:+.1%}")
-        found = f"measured on rank {seen.rank}; for the plan " if seen and step.ready.backward_s is None else ""
+        found = f"measured on rank {seen.rank}; for the plan, " if seen and step.ready.backward_s is None else ""
         yield f"backward: {found}{step.ready.basis}"
         yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"
 
@@ -168,7 +168,7 @@ def _options(step: Step) -> Iterator[Advice]:
     if step.is_timed or not plans:  # an assumption cannot judge a plan that was made from it
         other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in CAPS_MB.items()}
         if not plans:
-            other["neither bucket_cap_mb nor bucket_policy"] = replanned(step)
+            other["no bucket_cap_mb, no bucket_policy"] = replanned(step)
         option, best = min(other.items(), key=lambda item: _end_s(item[1]))
         yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, best)
     if step.cost_source.startswith(NOMINAL):
@@ -208,14 +208,14 @@ def _notes(step: Step) -> Iterator[str]:
         others = [bucket for number, bucket in enumerate(step.plan.buckets) if number not in step.left]
         why = ", ".join(sorted({why_not_left(bucket) or "other code reads the gradients" for bucket in others}))
         left, number = len(step.left), len(step.plan.buckets)
-        yield f"{left} of {number} buckets may end during the next forward{'; not: ' if why else ''}{why}"
+        yield f"{left} of {number} buckets may end during the next forward{'; why not all: ' if why else ''}{why}"
     for each in (each for each in step.optimizers if each.stayed is False and each.left):
         yield (
             f"step() waits for what {each.name} defers: the forward is not one graph of "
             'torch.compile(model, backend="dp_compile"). The prediction is without that overlap'
         )
     if eager := dict(step.backwards).get("eager hooks", 0):
-        yield f"{eager} of its backwards were reduced by eager hooks; the prediction is for a captured one"
+        yield f"{count(eager, 'backward')} reduced by eager hooks; the prediction is for a captured backward"
 
 
 def _table(this: Explanation, most: int) -> Iterator[str]:
@@ -233,7 +233,7 @@ def _table(this: Explanation, most: int) -> Iterator[str]:
         cells += [step.time_text(time).removesuffix(" ms").removesuffix("%") for time in (each.planned or ())[:4]]
         cells += [format_ms(each.measured.waited_s).removesuffix(" ms")] if each.measured else []
         rows.append([*cells, each.why or each.members[0]])
-    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["only waited is measured"] * seen
+    about = [f"in {'ms' if step.is_timed else '% of the backward'}"] * timed + ["only 'waited' is measured"] * seen
     yield "Buckets in launch order, n gradients each" + (f" ({'; '.join(about)})" if about else "")
     yield from table(rows, left=[len(rows[0]) - 1])
     if len(shown) < len(this.buckets):

@@ -182,7 +182,7 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     replica, measurement = replica_of(module), Measurement()
     if not replica.state.reduces_gradients:
         raise UnsupportedModuleError(
-            "measure() times reductions; no gradient of this module is reduced. Use torch.profiler."
+            "no gradient of this module is reduced, so measure() has nothing to time. Use torch.profiler."
         )
     if autograd.profiler_is_on():
         raise UnsupportedModuleError(

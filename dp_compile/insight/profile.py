@@ -38,8 +38,8 @@ from dp_compile.plan.backends import COLLECTIVE_KERNELS
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
-COMPILED_IN_IT: Final = "code was compiled in it"
-IN_FLIGHT: Final = "updates of it were in flight when the block ended"
+COMPILED_IN_IT: Final = "code was compiled"
+IN_FLIGHT: Final = "updates were in flight when the block ended"
 _HOW: Final = "Under torch.profiler.profile(), record some steps of a replicated module after its code was compiled."
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"  # torch's copies of our ranges on the GPU's timeline
@@ -99,15 +99,15 @@ def measured_steps(
     for each, after in zip_longest(backwards, backwards[1:]):
         until_us = math.inf if after is None else after.event.begin_us
         inside = [other for other in timeline.ranges if each.event.spans(other.event)]
-        step, why_not = None, "not every bucket was launched and waited for in the trace; is it a CUDA graph?"
+        step, why_not = None, "not every bucket was launched and waited for in the trace; did a CUDA graph run?"
         if len(each.modules) > 1:
-            why_not = "it is of several replicated modules, whose compute cannot be separated"
+            why_not = "of several replicated modules, whose compute cannot be separated"
         elif after is None and in_flight:
             why_not = IN_FLIGHT
         elif any(other.what == COMPILE for other in inside):
             why_not = COMPILED_IN_IT
         elif not fitting or not {other.bucket for other in inside if other.bucket} <= expected:
-            why_not = "it is of another plan or module"
+            why_not = "of another plan or module"
         else:
             step = timeline.step(each.event, since_us, until_us)
         since_us = each.event.end_us

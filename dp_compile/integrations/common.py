@@ -49,12 +49,12 @@ def refuse_managed(module: nn.Module, by: str) -> None:
     if isinstance(inner, DistributedDataParallel | TorchDDP):
         owner = "dp_compile.DistributedDataParallel" if isinstance(inner, DistributedDataParallel) else "torch's DDP"
         raise UnsupportedModuleError(
-            f"{class_name(unwrap(inner.module))} is wrapped by {owner} already, and {by} wraps it too. Pass it the "
+            f"{class_name(unwrap(inner.module))} is wrapped by {owner} already, and {by} wraps it too. Pass the "
             "model without that wrapper."
         )
     if is_replicated(inner):
         raise UnsupportedModuleError(
-            f"{class_name(inner)} is replicated already, and {by} does that too. Give it the model without "
+            f"{class_name(inner)} is replicated already, and {by} replicates it too. Leave out "
             "dp_compile.replicate(), or call dp_compile.unreplicate(model) first."
         )
 

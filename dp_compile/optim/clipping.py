@@ -67,7 +67,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {order} of the gradients is {float(norm)}, so they cannot be clipped. "
-            "error_if_nonfinite=False scales them by it anyway."
+            "To scale by it anyway, pass error_if_nonfinite=False."
         )
     norm = norm.to(reduce(torch.promote_types, (part.dtype for part in everything)))
     holders = [SimpleNamespace(grad=part) for part in everything]

@@ -126,7 +126,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
         return optimizer.state_dict()
     ranks = update.ranks
     is_rank = to is None or (type(to) is int and 0 <= to < ranks)
-    require(is_rank, "to", f"a rank of the module's group, 0 to {ranks - 1}, or None", to)
+    require(is_rank, "'to'", f"a rank of the module's group, 0 to {ranks - 1}, or None", to)
     return update.full_state_dict(to)
 
 
@@ -163,7 +163,7 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
     check_kind(optimizer)
     if not f"{kind.__module__}.".startswith("torch.optim."):
         raise ConfigError(
-            f"{kind.__name__} is not of torch.optim: it cannot be verified that it updates parameters independently. "
+            f"{kind.__name__} is not of torch.optim: it might not update each parameter independently. "
             "Use it without in_backward(), or an optimizer of torch.optim."
         )
     is_norm = max_norm is None or (is_number(max_norm) and max_norm > 0)
@@ -176,8 +176,8 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, overlap_forward: object, 
     if not shard and (max_norm is not None or scaler is not None):
         looks_at_all = "max_norm" if max_norm is not None else "scaler"
         raise ConfigError(
-            f"in_backward({looks_at_all}=...) needs shard=True: it looks at all gradients before the first update, so "
-            "nothing is gained by updates in the backward. Use the optimizer without in_backward(), with "
+            f"in_backward({looks_at_all}=...) needs shard=True: {looks_at_all} looks at all gradients before the first "
+            "update, so unsharded updates in the backward gain nothing. Use the optimizer without in_backward(), with "
             "dp_compile.optim.clip_grad_norm_() and scaler.step(optimizer) in the loop."
         )
 

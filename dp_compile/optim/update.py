@@ -84,7 +84,7 @@ class Update:
         if self._awaits_step and (scaler is None or optim.awaits_update(scaler, self.setup.optimizer)):
             calls = "step()" if scaler is None else "scaler.step(optimizer) and scaler.update()"
             raise ReductionError(
-                "a second backward of a module whose optimizer updates in the backward, before optimizer.step(). Call "
+                "a second backward started before optimizer.step(), but the optimizer updates in the backward. Call "
                 f"{calls} after each synchronised backward; to accumulate, run all backwards but the last under "
                 "no_sync(); if the gradients are not for this optimizer, as those of a GAN's other half, freeze the "
                 "parameters for that backward; if another optimizer has taken its place, call "
@@ -95,7 +95,7 @@ class Update:
     def update_request(self, *, keep_graph: bool) -> UpdateRequest:
         if keep_graph:
             raise ReductionError(
-                "retain_graph=True or create_graph=True, but the optimizer changes parameters in this backward: its "
+                "retain_graph=True or create_graph=True: the optimizer changes parameters in this backward, so its "
                 "graph cannot be used a second time. Add the losses, or run all backwards but the last under no_sync()."
             )
         parameters = self.setup.replica.parameters
@@ -174,7 +174,7 @@ class Update:
         elif self.setup.given_scaler is None and hasattr(optimizer, "found_inf"):
             problem = (
                 "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
-                "still scaled. Give it to in_backward(model, optimizer, shard=True, scaler=scaler)."
+                "still scaled. Pass the scaler: in_backward(model, optimizer, shard=True, scaler=scaler)."
             )
         else:
             problem = self._other_gradients()
@@ -222,6 +222,6 @@ class Update:
 def _refuse_compiled_step() -> bool:
     """While Dynamo traces: raise. A compiled step rounds parameters outside the module differently and loses hooks."""
     raise ConfigError(
-        "optimizer.step() is compiled, but the optimizer updates in the backward, with its own kernels on every rank. "
+        "optimizer.step() is compiled, but the optimizer updates in the backward: compiled code may round differently. "
         "Call step() outside of compiled code."
     )

@@ -57,7 +57,7 @@ class ScheduleCollectives:
             if theirs:
                 at, reason = theirs[0], "it could change the order of the model's own collectives"
             elif (wanted := ours.peak(moved)) > ddp_nbytes:
-                reason = f"its simulated peak would be {format_bytes(wanted)}, the bound is {format_bytes(ddp_nbytes)}"
+                reason = f"the simulated peak would be {format_bytes(wanted)}, the bound is {format_bytes(ddp_nbytes)}"
             else:
                 order = moved
         edit.reorder(graph, order)

@@ -48,7 +48,7 @@ class OptimizerRecord:
         return f"{text} (computed from sizes)"
 
     def _left(self, what: str) -> str:
-        waits = "step(): the forward is not one graph of this backend" if self.stayed is False else ""
+        waits = "step() (the forward is not one graph of this backend)" if self.stayed is False else ""
         text = f"; the last backward left {count(self.updates, what)} for {waits or 'the next forward'}"
         return f"{text}, {format_bytes(self.left_nbytes)} in flight until then" if self.left_nbytes else text
 
@@ -84,7 +84,7 @@ class CaptureRecord:
         flags = f" + {count(words, 'status word')}" if words > 0 else ""
         made = f"{count(self.collectives, 'collective')}, {count(self.graphs, 'graph')}"
         head = f"{count(self.hooks, 'gradient')}{flags} -> {made}"
-        notes = [f"{count(self.completed, 'parameter')} without a gradient reduced as zeros"] if self.completed else []
+        notes = [f"zeros reduced for {count(self.completed, 'parameter')} without a gradient"] if self.completed else []
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
         lines = [head, *(f"  refused {refusal.node}: {refusal.reason}" for refusal in self.refusals)]

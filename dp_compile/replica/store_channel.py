@@ -221,13 +221,13 @@ def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> An
     return channel.read(topic, channel.timeout_s, f"{topic}: {absent} as this rank?")
 
 
-def first_difference(mine: Any, theirs: Any) -> str:
+def first_difference(mine: Any, theirs: Any, rank: int = 0) -> str:
     """Return the first difference of two JSON values as text: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
     here, there = dict(_leaves(mine, "")), dict(_leaves(theirs, ""))
     for path in here | there:
         shown = [json.dumps(each[path]) if path in each else "missing" for each in (there, here)]
         if shown[0] != shown[1]:
-            return f"{path.lstrip('.') or 'the value'} is {shown[0]} there, {shown[1]} on rank 0"
+            return f"{path.lstrip('.') or 'the value'} is {shown[0]} there, {shown[1]} on rank {rank}"
     return "no difference"
 
 

@@ -163,7 +163,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             lines.append(f"rank {rank}: {line}")
             details.append(f"--- rank {rank}: {detail}")
         self.stop()
-        return "\n".join(["in the order in which they ended:", *lines, *details])
+        return "\n".join(["ranks, in the order of their end:", *lines, *details])
 
     def stop(self) -> None:
         """Kill the processes and their children. A later call starts new ones."""

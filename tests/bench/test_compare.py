@@ -131,9 +131,9 @@ def test_files_and_exit_status(tmp_path, capsys):
     results.save(run_of(1), Path(before))
     results.save(run_of(2, {**FACTORS, "ours": 1.2}), Path(after))
     assert cli.main(["bench", "compare", before, before]) == 0
-    assert "no regressions in 8 ratios to oracle and in all counts\n" in capsys.readouterr().out
+    assert "no regressions. Compared: all counts, 8 ratios to oracle\n" in capsys.readouterr().out
     assert cli.main(["bench", "compare", before, after]) == 1
-    assert "4 regressions in 8 ratios" in capsys.readouterr().out
+    assert "4 regressions. Compared: all counts, 8 ratios" in capsys.readouterr().out
 
 
 SHAPED = Network("shaped", rate_mbit=123.0)

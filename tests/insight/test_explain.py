@@ -112,7 +112,7 @@ Compute-bound: 1.50 ms exposed of 42.5 ms, measured on rank 1.
     computed in their buckets: 80.0% of 40.0 MiB
     copied 1 gradient, 8.0 MiB: token.weight
 
-Buckets in launch order, n gradients each (in ms; only waited is measured)
+Buckets in launch order, n gradients each (in ms; only 'waited' is measured)
 #      size  n  ready  start   end  exposed  waited  why
 0  32.0 MiB  1   16.0   16.0  19.4        0       0  hidden
 1  32.0 MiB  2   36.0   36.0  39.4        0   0.500  hidden

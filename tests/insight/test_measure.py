@@ -218,7 +218,7 @@ def test_what_crosses_is_waited_for_in_the_next_forward(seen):
         assert forward.start_s < bucket < update.start_s < update.end_s < forward.end_s
     assert f"the last backward left {len(updates)} updates for the next forward, " in report
     left = f"{len(step.left)} of {len(step.plan.buckets)} buckets may end during the next forward"
-    assert f"{left}; not: flags have to be known when the backward ends" in text
+    assert f"{left}; why not all: flags have to be known when the backward ends" in text
     exposed = [each for each in explanation.buckets if each.planned is not None and each.planned.waited_s > SHORTEST_S]
     assert all(each.why.startswith("next forward reads it at") for each in exposed if each.number in step.left)
     assert " of it after the backward" in str(measurement)
@@ -403,7 +403,7 @@ def test_kernels_count_where_there_are_some(collective):
         (on_host(0)[:-6], "1 backward: not every bucket was launched and waited for"),
         (
             [*on_host(0), event(f"{MODULE} bucket 1 (c.bias) launch", 9, 1)],
-            "1 backward: it is of another plan or module",
+            "1 backward: of another plan or module",
         ),
         (
             [*on_host(0), *({**each, "name": each["name"].replace("module 4", "module 5")} for each in on_host(900))],
@@ -411,7 +411,7 @@ def test_kernels_count_where_there_are_some(collective):
         ),
         (
             [*on_host(0), event("dp_compile::modules 4, 5 backward", 900, 1)][-1:],
-            "1 backward: it is of several replicated modules",
+            "1 backward: of several replicated modules",
         ),
     ],
 )

@@ -199,7 +199,7 @@ def refusals():
     return [
         ({"replicate_config": {}}, nn.Sequential, "replicate_config must be a ReplicateConfig, got dict"),
         ({"kwargs_handlers": [Given(dim=1)]}, nn.Sequential, "dim must be 0, .* got 1"),
-        ({}, dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. does that too"),
+        ({}, dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. replicates it too"),
         ({}, TorchDDP, "Blocks is wrapped by torch's DDP already"),
         ({}, dp_compile.DistributedDataParallel, "Blocks is wrapped by dp_compile.DistributedDataParallel already"),
     ]
@@ -361,5 +361,5 @@ def test_models_that_would_not_be_reduced(tmp_path):
             Alone()
         with refused("GPT2LMHeadModel was not wrapped by dp_compile"):
             Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train()
-        with refused("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too"):
+        with refused("GPT2LMHeadModel is replicated already, and DPCompileTrainer replicates it too"):
             type(made)(model=dp_compile.replicate(made.model), args=made.args)

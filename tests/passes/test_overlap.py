@@ -72,7 +72,7 @@ def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move():
     (refusal,) = result.refusals
     assert_expected_inline(
         f"{refusal.node}: {refusal.reason}",
-        """all_reduce_default: compute does not move: its simulated peak would be 8.0 KiB, the bound is 0 B""",
+        """all_reduce_default: compute does not move: the simulated peak would be 8.0 KiB, the bound is 0 B""",
     )
     products = [node.name for node in graph.nodes if "mm" in node.name]
     assert products == [node.name for node in module.graph.nodes if "mm" in node.name]
