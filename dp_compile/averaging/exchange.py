@@ -122,7 +122,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def naming_missing(self, process_group: dist.ProcessGroup, step: int, what: str) -> Iterator[None]:
-        """Replace a communication error raised inside by a `CommunicationError` with `what` and the missing ranks."""
+        """Turn a communication error in the block into a `CommunicationError` with `what` and the missing ranks."""
         try:
             yield
         except RuntimeError as error:

@@ -218,7 +218,7 @@ def partition_by_size(
     first_cap_nbytes: float,
     open_after: Collection[int] = (),
 ) -> Partition:
-    """Return buckets closed at their cap (first of each key: `first_cap_nbytes`), but at no position in `open_after`.
+    """Return buckets closed at their cap (first per key: `first_cap_nbytes`), never after a position in `open_after`.
 
     Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key.
     """

@@ -165,7 +165,7 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
     """Plan the candidate partition (`robust_partition`) that is best in the worst case, for speeds off by 0.5x to 2x.
 
     All ranks pass equal times, so they get equal plans. A backward of unknown duration is assumed to be as long as the
-    communication, because buckets matter most in this case. `gradients` may be in any order; ties are launched in it.
+    communication, because buckets matter most in this case. `gradients` may be in any order, which breaks ties.
     """
     ordered = sorted(gradients, key=times.of)
     backward_s = backward_seconds(ordered, times, cost)

@@ -182,7 +182,7 @@ def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
     try:
         found = _Sweep(group, device, 5, min, limit_s=0.1).fit()
         if found.spread > WORST_SPREAD:
-            raise ConfigError(f"times of one size differ by {100 * found.spread:.0f} %")
+            raise ConfigError(f"repeated timings of one message size differ by {100 * found.spread:.0f} %")
         return _in_bins(found.cost)
     except ConfigError as error:
         logger.info("the cost of the link stays nominal: %s", error)
