@@ -93,10 +93,10 @@ def _becomes_free(kept: _Kept) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """Context in which compiled code of this thread runs for these modules, by position in the backward.
-
-    Fields per module: its plan, its bucket memory, the optimizers that update its parameters (`passes/updates.py`), and
-    its comm hook's state by gradient index. A class is faster than a generator: every backward enters it.
+    """Context in which this thread runs the compiled code of a backward.
+    Fields, indexed by module of that backward: its plan, its bucket memory, the optimizers that update its parameters
+    (`passes/updates.py`), and its comm hook's state by gradient index. A class is faster than a generator: every
+    backward enters it.
     """
 
     plans: Sequence[BucketPlan] = ()
