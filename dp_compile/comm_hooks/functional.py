@@ -87,7 +87,7 @@ _hooks: weakref.WeakValueDictionary[str, FunctionalHook] = weakref.WeakValueDict
 
 
 def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
-    """Return the key by which plans and graphs refer to a hook, equal in every process, and the hook of that key."""
+    """Return a hook's key in plans and graphs, equal in every process, and the hook first registered with it."""
     kind = type(hook)
     _require(
         re.search(r" at 0x[0-9a-f]+", repr(hook)) is None,
@@ -96,7 +96,7 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
         "class a frozen dataclass, with fields whose repr shows their value",
     )
     has_rounds = isinstance(hook.rounds, tuple) and hook.rounds and set(hook.rounds) <= set(ROUNDS)
-    _require(has_rounds, hook, f"must define rounds as a tuple of {', '.join(ROUNDS)}, got {hook.rounds!r}")
+    _require(has_rounds, hook, f"must define rounds, a tuple of any of {', '.join(ROUNDS)}, got {hook.rounds!r}")
     try:
         source = "".join(inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook))
     except (OSError, TypeError) as error:

@@ -49,7 +49,7 @@ class _Kept(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BucketMemory:
-    """Bucket memory of a module that backwards reuse, by bucket number, numel and dtype."""
+    """Bucket memory that a module's backwards reuse, by bucket number, numel and dtype."""
 
     kept: dict[tuple[int, int, torch.dtype], _Kept] = field(default_factory=dict)
 

@@ -63,7 +63,7 @@ class GradientSpec:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Its load in each stage of its reduction."""
+        """Its traffic in each stage of its reduction."""
         return self.key.reduction.loads(self.nbytes, self.sent)
 
 
