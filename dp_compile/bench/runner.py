@@ -46,7 +46,7 @@ class Runner:
     scratch: Path
 
     def probe(self, name: str) -> Cell:
-        """Write the expected gradients, time mode `compute` if a rate depends on it, return a cell without network."""
+        """Write expected gradients; measure `compute` if a network's rate needs it. The cell has no network yet."""
         say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:

@@ -37,7 +37,7 @@ class BackwardState:
     completed: list[Replica] = field(default_factory=list)  # replicas whose `complete_backward` has begun
     ran: bool = False  # its captured graph has started: autograd's own graph cannot run any more
     is_spoilt: bool = False  # its capture aborted and left autograd's own graph unusable
-    obstacle: str | None = None  # why it is not captured; if `ran`, hooks reduced while its graph ran node by node
+    obstacle: str | None = None  # why it is not captured or, if `ran`, why its graph ran node by node with hooks
     holds_window: bool = True
 
 

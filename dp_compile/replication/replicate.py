@@ -208,7 +208,7 @@ def replicate_module(
         return module
     with propagate_errors(group, CALL):
         if state := modules.find_state(inner):
-            waits = " (from its first forward on)" * isinstance(state, modules.Pending)
+            waits = " (awaits its first forward)" * isinstance(state, modules.Pending)
             raise UnsupportedModuleError(
                 f"{class_name(inner)} is replicated already{waits}. Remove this call. To change options, call "
                 "dp_compile.unreplicate() on it, or on its DistributedDataParallel, first."

@@ -148,7 +148,7 @@ class TestPending:
         with pytest.raises(RuntimeError):
             torch_replicate(nn.Sequential(nn.LazyLinear(2)))(x)
         lazy = dp_compile.replicate(nn.Sequential(nn.LazyLinear(2)), config=AOT)
-        with unsupported(match=r"Sequential is replicated already .from its first forward on."):
+        with unsupported(match=r"Sequential is replicated already .awaits its first forward."):
             dp_compile.replicate(lazy)
         with unsupported(match=r"0\.weight is lazy\. Run one forward .* before replicate"):
             lazy(x)
