@@ -186,7 +186,7 @@ SUBJECTS = (
     Subject("ddp", "DDP", _ddp),
     Subject("ddp_compiled", "compiled DDP", _ddp, compiles=True),
     Subject("python_reducer", "`python_reducer`", _ddp, compiles=True, python_reducer=True),
-    Subject("replicate", "torch's `replicate`", _torch_replicate, broadcasts_buffers=False),
+    Subject("replicate", "FSDP2's `replicate`", _torch_replicate, broadcasts_buffers=False),
     Subject("ours", "dp_compile", _ours, compiles=True, ours=True),
     Subject("ours_eager", "dp_compile, not compiled", _ours, ours=True),
 )

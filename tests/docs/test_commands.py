@@ -86,8 +86,7 @@ def test_the_python_that_is_shown_trains(ranks2):
         one, other = ranks2.run(run_shown, code)
         assert text in one[where]
         assert one["parameters"] == other["parameters"]
-    imports = "import torch.distributed.checkpoint.state_dict\n"
-    one, other = ranks2.run(run_shown, optimizer + imports + in_backward[1])
+    one, other = ranks2.run(run_shown, optimizer + in_backward[1])
     (here, whole), (there, _) = one["elements of state"], other["elements of state"]
     assert here + there == whole > 0
     assert one["parameters"] == other["parameters"]
