@@ -219,8 +219,8 @@ def decent_dp(workload: Workload) -> Trainer:
     """`decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager and with 25 MB buckets.
 
     Each rank takes a local step and averages parameters with its neighbours during the next one. This algorithm equals
-    DDP only in the average over all ranks after the first step. So its `gradients` are computed from that average,
-    after one plain step of a copy of the model.
+    DDP only in the average over all ranks after the first step. So its `gradients` are
+    computed from the change of that average in one SGD step of a copy of the model.
     """
     is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
     require(not is_alone, "mode 'decent_dp'", "run on 2 or more real ranks, to have neighbours", "one")
@@ -291,7 +291,7 @@ class _AllReduces(Trainer):
 
 
 def comm(workload: Workload, cap_mb: float = DEFAULT_CAP_MB) -> Trainer:
-    """The all-reduces of `_AllReduces`, without compute."""
+    """All-reduces of as many bytes as the gradients have, without compute."""
     return _AllReduces(build(workload), cap_mb)
 
 

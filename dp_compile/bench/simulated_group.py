@@ -51,7 +51,7 @@ def hidden_from_dynamo(kind: type[_T]) -> type[_T]:
 
 @hidden_from_dynamo
 class SimulatedGroup(dist.ProcessGroup):
-    """The process group of one process. `cost`: of an all-reduce; broadcast and all-gather take half its time."""
+    """A group with one real rank. `cost`: of an all-reduce; broadcast and all-gather take half its time."""
 
     dp_compile_backend = FABRIC
 

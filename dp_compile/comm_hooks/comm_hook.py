@@ -41,7 +41,7 @@ class CommHook:
 
     @property
     def is_called(self) -> bool:
-        """Whether the engine calls the hook with each bucket. No captured backward does."""
+        """Whether the engine calls the hook with each bucket. Such backwards are eager."""
         return self.averaging.hook == CALLED
 
     @property

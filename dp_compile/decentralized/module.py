@@ -71,7 +71,7 @@ def decentralize(
             `parameter.comm_buffer` holds the received values, as in decent-dp.
         lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
         scaler: the `torch.amp.GradScaler` that scales losses in the loop. The backward unscales, skips steps and
-            updates the scale, to the least one of the ranks of an edge.
+            updates the scale, to the smallest among the ranks that mix.
         grad_clip_norm: clip the gradients of each bucket separately to this norm, as in decent-dp; 0: no clipping.
         param_as_bucket_view: move each bucket's parameters to one buffer, which one kernel mixes; `False`: keep them.
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.

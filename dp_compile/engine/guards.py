@@ -233,7 +233,7 @@ def forget_comparison(replica: Replica) -> None:
 
 
 def start_again(replica: Replica) -> None:
-    """Reset the state after a change of the group's ranks, because their counts differ."""
+    """Restart comparisons when the group's ranks change: their counts of backwards differ."""
     _comparisons.pop(replica, None)
 
 

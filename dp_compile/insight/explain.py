@@ -95,12 +95,12 @@ class Explanation:
         """Yield the verdict, then lines about the plan, the prediction, the measurement, the backward and the link."""
         step, seen = self.step, self.step.measured
         yield _verdict(self)
-        ways = "".join(f", {times} {way}" for way, times in step.backwards)
+        ways = ", ".join(f"{times} {way}" for way, times in step.backwards)
         gradients = sum(each.name != UNUSED_FLAGS for each in step.plan.gradients)
         planned = f"{count(len(step.plan.buckets), 'bucket')}, {count(gradients, 'gradient')}"
         yield (
             f"{count(step.world_size, 'rank')}, {step.backend} on {step.device}, {step.mode}, {step.strategy}: "
-            f"{planned}, {format_bytes(step.plan.nbytes)}{ways}"
+            f"{planned}, {format_bytes(step.plan.nbytes)}{ways and '; backwards: '}{ways}"
         )
         if self.end_s is not None:
             time, until = step.time_text, "next forward" if step.has_two_halves else "communication"

@@ -108,7 +108,7 @@ def step_of(module: nn.Module) -> Step:
         )
     group, given = replica.group, replica.config.cost
     found = f"{NOMINAL} for {group.backend}, not measured"
-    found = found if group.measured is None else "measured on ranks of this kind, rounded to powers of two"
+    found = found if group.measured is None else "measured, rounded to powers of two"
     return Step(
         mode=replica.mode,
         strategy=replica.planning.strategy,
