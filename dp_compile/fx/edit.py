@@ -23,7 +23,7 @@ _ENDS: Final = {"placeholder": 0, "output": 2}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The unit of work (two positions) for which a pass created a node, and the members of the unit that it serves."""
+    """For which unit of work (two positions) and which of the unit's members a pass created a node."""
 
     unit: tuple[int, int]
     members: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ def provenance_of(node: fx.Node) -> Provenance | None:
 def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
     """Replace all uses of each node in `new` by the node that it is mapped to.
 
-    Each user is rewritten once. The output reads thousands of nodes, and each rewrite copies all its arguments.
+    Each user is rewritten only once: a rewrite copies all arguments of a node, and the output has thousands.
     """
     for user in {user: None for old in new for user in old.users}:
         user.args = map_arg(user.args, lambda node: new.get(node, node))
@@ -76,8 +76,8 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
 def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node, dict[fx.Node, None]]:
     """Return the nodes that each node has to follow: its inputs, and nodes whose order has observable effects.
 
-    The latter are a write to memory and other uses of it, nodes that draw random numbers or are unknown, the model's
-    own collectives of one group, and neighbours in `chain`.
+    Such nodes are a write to memory and other uses of this memory, nodes that draw random numbers or are unknown, the
+    model's own collectives of one group, and neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
     # Another rank may run the unchanged graph, so the order of the model's own collectives has to stay.

@@ -2,8 +2,8 @@
 
 Tensors of one storage share a block. A block, also of an input, lives from the node that first creates a part of it to
 its last reader. Blocks of parameters (`hold`), unused inputs, mutated tensors and outputs live until the end. Results
-that generated code inlines have no block: pointwise results that only pointwise ops, reductions and the like read.
-Views, waits and all-reduces (in place) share the block of their input.
+that generated code inlines have no block: pointwise results whose readers are all pointwise ops, reductions and the
+like. Views, waits and all-reduces (in place) share the block of their input.
 
 Not modelled: workspace of kernels, alignment, results that a kernel writes into its input's memory, and pointwise
 results that are stored because they have many readers.
@@ -74,7 +74,7 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """Return whether a node has to keep its order among such nodes: it draws random numbers or is unknown."""
+    """Return whether a node draws random numbers or is unknown: all such nodes have to keep their order."""
     if node.op not in ("call_function", "call_module", "call_method") or _is_plain_function(node):
         return False
     return not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags
@@ -146,10 +146,10 @@ def footprint(
     without: Collection[fx.Node] = (),
     kept: Collection[fx.Node] = (),
 ) -> Footprint:
-    """Return the blocks of a graph.
+    """Return the memory blocks of a graph, and which nodes use them.
 
     Args:
-        lives_in: nodes whose memory is part of another node's, which is allocated with the first of them.
+        lives_in: nodes whose memory is part of another node's memory, which is allocated with the first of them.
         stores: nodes into which pointwise inputs are inlined.
         without: nodes that create and read no memory.
         kept: nodes whose memory exists before and after the graph runs.

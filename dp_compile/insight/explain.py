@@ -1,4 +1,4 @@
-"""Explanation of a step's duration: a verdict, one table of buckets, at most three pieces of advice. 80 columns."""
+"""Explanation of a step's duration: a verdict, a table of buckets, at most three pieces of advice; 80 columns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExplainedBucket(NamedTuple):
 
     @property
     def members(self) -> list[str]:
-        """The names of its gradients."""
+        """The names of the bucket's gradients."""
         return [member.gradient.name for member in self.bucket.members]
 
 
@@ -74,7 +74,7 @@ class Explanation:
         self.bound_s = step.bound_s + forward_s
 
     def text(self, *, verbose: bool = False) -> str:
-        """Return the text. `verbose`: all buckets, with their members."""
+        """Return the explanation as text. `verbose`: all buckets, with their members."""
         verdict, *facts = self.summary()
         lines = [verdict, *(f"  {text}" for text in (*facts, *_notes(self.step))), ""]
         lines += [*_table(self, len(self.buckets) if verbose else MOST_ROWS), ""]
@@ -119,7 +119,7 @@ class Explanation:
 
     @cached_property
     def buckets(self) -> tuple[ExplainedBucket, ...]:
-        """Buckets in launch order. "waits for" names the last ready gradient up to this bucket, the largest if tied."""
+        """In launch order. "waits for" names the gradient up to this bucket that is ready last, the largest if tied."""
         step, seen = self.step, self.step.measured
         alone = [None] * len(step.plan.buckets)
         planned: Sequence[Launch | None] = alone if step.world_size == 1 else planned_buckets(step)
@@ -138,7 +138,7 @@ class Explanation:
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """At most `MOST_ADVICE` options with a predicted gain above `SMALLEST_GAIN`, best first."""
+        """At most `MOST_ADVICE` changes of options with a predicted gain above `SMALLEST_GAIN`, best first."""
         ranked = [] if self.end_s is None else sorted(_options(self.step), key=lambda each: -each.share)
         return tuple(each for each in ranked if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
 

@@ -142,7 +142,7 @@ def explain(module: nn.Module) -> Explanation:
 
 @dataclass(eq=False, slots=True)
 class Measurement:
-    """The result of `measure`, complete when its block ends.
+    """The result of `measure`, complete when its `with` block ends.
 
     `step`: the measured step with the median backward, `None` if there is none. `backwards`: all measured steps in
     order. `not_measured`: counts of synchronised backwards that were not measured, by reason.
@@ -154,7 +154,7 @@ class Measurement:
 
     @property
     def why_not(self) -> str:
-        """The reasons why backwards were not measured, empty if all were measured."""
+        """The reasons why some backwards were not measured, empty if all were measured."""
         reasons = [f"{count(times, 'backward')}: {reason}" for reason, times in self.not_measured.items()]
         if not reasons and self.step is None:
             return "no synchronised backward has ended inside the block"
@@ -173,8 +173,8 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     Yields a `Measurement`. Afterwards `step_of(module).measured` is the step with the median backward. Times are host
     times for parameters on the CPU and kernel times on a GPU, including the profiler's overhead. Nothing is recompiled
     and no communication is added, so one rank may measure alone. Updates deferred to the next forward are measured if
-    it is in the block. Backwards of this module alone are measured if eager hooks reduce them or they were compiled
-    before. If none was measured, a warning gives the reason, and `step_of(module).measured` does not change.
+    it is in the block. A backward of this module alone is measured if eager hooks reduce its gradients or it was
+    compiled before. If none was measured, a warning gives the reason, and `step_of(module).measured` does not change.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, reduces no gradient, or a profiler records already.

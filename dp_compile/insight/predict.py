@@ -108,7 +108,7 @@ def sent_in(step: Step, dtype: str) -> Step:
 
 
 def replanned(step: Step, cap_mb: float | None = None) -> Step:
-    """Return the step with new buckets: of `cap_mb` MiB, otherwise planned for its cost and ready times."""
+    """Return the step with new buckets: of `cap_mb` MiB, if `None` planned for the step's cost and ready times."""
     gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
     ready = replace(step.ready, backward_s=step.backward_s)
     planned = plan_optimal(gradients, step.cost, ready) if cap_mb is None else plan_fixed(gradients, cap_mb)

@@ -6,8 +6,8 @@
 | finish    | end of the n-th `gloo:all_reduce`          | end of the NCCL kernel                               |
 | waited    | length of the ranges `bucket N (...) wait` | from the end of earlier compute to the kernel's end  |
 | backward  | the range `backward`                       | from the first kernel launched in it to the last one |
-| forward   | `Torch-Compiled Region` before it          | kernels launched in each, first begin to last end    |
-| optimizer | `Optimizer.step#...` after it              | the same                                             |
+| forward   | `Torch-Compiled Region` before a backward  | kernels launched in each, first begin to last end    |
+| optimizer | `Optimizer.step#...` after a backward      | the same                                             |
 
 A kernel belongs to the range in which the host launched it (`correlation`). gloo processes collectives in launch order,
 so the n-th launch has the n-th event. A bucket's waits are those before its next launch.
@@ -80,7 +80,7 @@ def measured_steps(
 ) -> tuple[list[MeasuredStep], Counter[str]]:
     """Return the backwards of a module in a trace, in order, and the reasons why others were not measured.
 
-    `module`: its number; `None`: the module with the buckets of the plan, a `ConfigError` if several have them.
+    `module`: its number in the trace; `None`: the module with the plan's buckets, a `ConfigError` if several have them.
     `in_flight`: updates deferred by the last backward were pending at the end of the trace.
     """
     in_order = sorted(events, key=lambda event: (event.begin_us, -event.end_us))  # outer ranges before inner ones
@@ -136,7 +136,7 @@ class Event(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """One of our ranges. `bucket`: number and abbreviated members, `None` if the range is of no bucket."""
+    """A range of this package. `bucket`: number and abbreviated members, `None` if the range is of no bucket."""
 
     event: Event
     modules: frozenset[int]

@@ -1,6 +1,6 @@
 """One step of a replicated module as data: its plan with its inputs, the capture, the measurement.
 
-Explanations, timelines and predictions read only this value, here or on another machine. Times are seconds,
+Explanations, timelines and predictions read only a `Step`, here or on another machine. Times are seconds,
 those of buckets after the start of the backward. Without `measured` every time is an estimate.
 """
 
@@ -86,7 +86,7 @@ class MeasuredStep:
         return moment_s >= self.backward_s
 
     def _lasted(self, what: str, *, after: bool) -> float:
-        """Return the total duration of one kind of `follows`, in the backward or `after` it."""
+        """Return the total duration of the recorded work `what`, in the backward or `after` it."""
         return sum(each.seconds for each in self.follows if each.what == what and self.is_after(each.start_s) == after)
 
     @property
@@ -232,7 +232,7 @@ class Step:
         return self._gather_s(sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets))
 
     def _gather_s(self, collectives: int) -> float:
-        """Return the duration of `collectives` all-gathers per optimizer: half that of an all-reduce."""
+        """Return the duration of `collectives` all-gathers per optimizer, each half as long as an all-reduce."""
         each_s, nbytes = collectives * self.cost.alpha_s, [each.nbytes for each in self._sharded()]
         return (len(nbytes) * each_s + self.cost.beta_s_per_byte * sum(nbytes)) / 2
 
@@ -260,7 +260,7 @@ class Step:
     def bound_s(self) -> float:
         """A lower bound of `end_s` for any plan: `release_time_bound`, then the all-gathers.
 
-        If the next forward may overlap it: the longer of all compute and all communication, less that forward.
+        If communication may overlap the next forward: the longer of all compute and communication, less that forward.
         """
         if self.has_two_halves:
             return max(self.backward_s, self.communication_s - self.forward_s)
@@ -291,7 +291,7 @@ class Step:
 
     @staticmethod
     def from_json(text: str) -> Step:
-        """Read the text of `to_json`. Raises `ConfigError` if it is of another version or no step."""
+        """Read the text of `to_json`. Raises `ConfigError` if the text is of another version or no step."""
         try:
             data = dict(json.loads(text))
             if (version := data.pop("version")) == STEP_VERSION:

@@ -25,7 +25,7 @@ LANES: Final = (COMPUTE, EXPOSED, NETWORK, *LINK_LANES.values())  # from top to 
 
 
 class Event(NamedTuple):
-    """A bar in a lane of a view, in seconds after the start of the backward."""
+    """A bar of the timeline, in a lane of a view; times in seconds after the start of the backward."""
 
     view: str
     lane: str
@@ -97,7 +97,7 @@ def _measured(step: Step, seen: MeasuredStep) -> Iterator[Event]:
 
 
 def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the spans sorted, with touching ones merged."""
+    """Return the spans in order of their start, with touching or overlapping spans merged."""
     joined: list[tuple[float, float]] = []
     for start_s, end_s in sorted(spans):
         if joined and start_s <= joined[-1][1] + 1e-12:

@@ -1,4 +1,4 @@
-"""Optimizers as sinks of reduced gradients: updates run in the backward, or are deferred to the next forward.
+"""Optimizers that take reduced gradients in place of `.grad` (sinks): they update in the backward or the next forward.
 
 The engine uses only the sink protocol (`replica/sinks.py`): `update_request` names the parameters that a backward
 updates, `apply` takes reduced gradients, `ended` and `interrupted` close the backward. A sink consists of

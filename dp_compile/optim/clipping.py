@@ -78,7 +78,7 @@ def clip_grad_norm_(
 def _norm(
     parts: Sequence[torch.Tensor], order: float, groups: Sequence[dist.ProcessGroup], foreach: bool | None
 ) -> torch.Tensor:
-    """Return the norm of `parts` and of the other ranks' parts in `groups`; float64, because powers are reduced."""
+    """Return the joint norm of `parts` on all ranks of `groups`; in float64, because powers are reduced."""
     device = parts[0].device
     own = [part for part in parts if part.numel()]  # a rank's shard of a short dimension may be empty
     norm: torch.Tensor = torch.zeros((), dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
 """`Deferred`: work of a backward that the next forward waits for.
 
-A `Pending` is an update whose gradients are being reduced, or an all-gather of updated parameters (`shard.py`). While
-in flight, it is the entry of each of its parameters, by memory address, in `passes/crossing.in_flight`. Readers of a
-parameter first call `complete()` of its entry (`readers.py`).
+A `Pending` is an update whose gradients are being reduced, or an all-gather of updated parameters (`shard.py`). While a
+`Pending` is in flight, `passes/crossing.in_flight` has it by the memory address of each of its parameters. Readers of a
+parameter first call `complete()` of that `Pending` (`readers.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 
 class Deferred:
-    """Work in flight of one optimizer on one module."""
+    """The deferred updates or all-gathers of one optimizer on one module that are in flight."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -48,7 +48,7 @@ class Deferred:
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Defer the update of parameters `indices` with the gradients `launched`; in a dry run only wait for these."""
+        """Defer the update of parameters `indices` with the gradients `launched`; only wait in a dry run."""
         setup = self._setup
         nbytes = sum(tensor.nbytes for tensor in launched)
         pending = PendingUpdate(
@@ -62,7 +62,7 @@ class Deferred:
             self.pending.append(pending)
 
     def ended(self) -> None:
-        """Register the work in flight when the backward has ended, and install hooks by which readers wait for it."""
+        """Register the work in flight when the backward has ended, and install hooks that let readers wait."""
         pending = self.pending
         self.last = {
             "updates": len(pending),
@@ -117,9 +117,9 @@ class Deferred:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Pending(ABC):
-    """Work in flight on some parameters, which it keeps alive.
+    """A deferred update or all-gather in flight. Keeps its parameters alive.
 
-    `indices`: of the parameters. `buckets`: their numbers in the plan. `nbytes`: of the tensors in flight.
+    `indices`: of the parameters. `buckets`: numbers of their buckets. `nbytes`: size of the tensors in flight.
     `versions`: address and version counter of each parameter at `register()`.
     """
 
@@ -133,7 +133,7 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for the collectives without updating."""
+        """Wait for the collectives without updating parameters."""
 
     @abstractmethod
     def finish(self) -> None:

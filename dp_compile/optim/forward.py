@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="dp_compile")`: a forward that waits for each update before the first read."""
+"""`torch.compile(model, backend="dp_compile")`: a forward that waits for each update before it reads the parameter."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Call
 
 
 def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ...]) -> Callable[..., Any]:
-    """Wrap code of a module without deferred updates: wait for its parameters if any work is in flight.
+    """Wrap compiled code of a module without deferred updates: if any updates are in flight, wait for those it reads.
 
     Dynamo may run the code for another module of the same class, because its guards skip some hooks
     (`skip_nnmodule_hook_guards`, torch 2.13).
@@ -102,9 +102,9 @@ def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ..
 def _waiting_by_itself(
     compiled: Callable[..., Any], parameters: Sequence[int], *, breaks: bool, starts_here: bool
 ) -> Callable[..., Any]:
-    """Wrap code that waits for each parameter that it reads.
+    """Wrap compiled code that has ops to wait for each parameter that it reads.
 
-    `parameters`: input position of one parameter of each module, to find the module: those of one class share code.
+    `parameters`: input position of one parameter of each module, to find the module: modules of one class share code.
     `breaks`: uncompiled code follows and may read any parameter. `starts_here`: the forward starts with this code; a
     later graph cannot tell whether the forward is one graph.
     """

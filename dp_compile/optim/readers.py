@@ -1,4 +1,4 @@
-"""Readers of parameters call `complete()`, which waits for the work in flight on them.
+"""How readers of parameters wait for deferred updates in flight: they first call `complete()` of each update.
 
 While an optimizer defers updates of a module, these readers wait:
 
@@ -47,8 +47,8 @@ def synchronize(model: nn.Module) -> None:
 def let_readers_wait(model: nn.Module, complete: Callable[[], None]) -> None:
     """Make readers of a replicated module's parameters wait: replace its class by a subclass, and install hooks.
 
-    `complete` is called when the module is freed, because no reader waits afterwards. Drops all compiled code: code
-    of parts does not wait, and Dynamo does not guard on new hooks (`skip_nnmodule_hook_guards`, torch 2.13).
+    `complete` is called when the module is freed, because no reader waits afterwards. Drops all code compiled so far:
+    code of parts does not wait, and Dynamo does not guard on new hooks (`skip_nnmodule_hook_guards`, torch 2.13).
     """
     root = inner_module(model)
     kind = type(root)
@@ -79,7 +79,7 @@ def _waits_first(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wait_for(module: nn.Module) -> None:
-    """Complete the updates that the optimizer has deferred to the next forward."""
+    """Complete the updates of this module that optimizers have deferred to the next forward."""
     if torch.compiler.is_dynamo_compiling():
         if not _code_waits():
             _arrive(module)
@@ -93,7 +93,7 @@ def _arrive(module: nn.Module) -> None:
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return a forward that waits for all parameters unless it is compiled.
+    """Return a forward for a subclass of `kind` that waits for all parameters, except in compiled code.
 
     A hook cannot do this: Dynamo compiles hooks separately, and may leave the forward uncompiled, at the recompile
     limit or if a graph break precedes all computation."""
@@ -124,7 +124,7 @@ def _starts(module: nn.Module) -> None:
 
 
 def note_forward(replicas: Iterable[Replica], *, whole: bool) -> None:
-    """Record that a forward of these modules begins. `whole`: all of it is code that waits for updates."""
+    """Record that a forward of these modules begins. `whole`: all code of the forward waits for updates."""
     for replica in replicas:
         for each in replica.after.updates:
             if each.deferred is not None:
@@ -155,13 +155,13 @@ class _Waits(Installed):
 
 @compiler.constant
 def _code_waits() -> bool:
-    """While Dynamo traces: return whether code of its backend waits for the parameters that it reads."""
+    """While Dynamo traces: return whether code of the chosen backend waits for the parameters that it reads."""
     return compiler.traces_for(BACKEND)
 
 
 @compiler.constant
 def _refuse_other_backends() -> bool:
-    """While Dynamo traces: raise if code of its backend does not wait."""
+    """While Dynamo traces: raise if code of the chosen backend does not wait for parameter updates."""
     if not compiler.traces_for(BACKEND):
         raise ConfigError(
             "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read "

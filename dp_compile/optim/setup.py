@@ -1,4 +1,4 @@
-"""One optimizer of one module, and its steps over some of its parameters: shared by the parts of an `Update`."""
+"""One optimizer of one module, and optimizer steps over some of the parameters: shared by the parts of an `Update`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def check_kind(optimizer: Any) -> None:
 class Setup:
     """Weak references to a module and its optimizer. `find_replica()` is `None` if the module is not replicated.
 
-    `given_scaler`: as passed to `in_backward`; `scaler` is `None` also if that is disabled.
+    `given_scaler`: as passed to `in_backward`. `scaler`: the same, but `None` if disabled.
     `updated`: indices in the module of the parameters that were updated since the last `step()`.
     `failed`: why parameters are partially updated; empty if they are not.
-    `covered`: indices in the module of the optimizer's parameters, in its order, frozen ones included.
+    `covered`: indices in the module of the optimizer's parameters, in the optimizer's order, frozen ones included.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Setup:
 
     @property
     def looks_at_all(self) -> bool:
-        """Whether clipping or a scaler needs all gradients before the first update."""
+        """Whether clipping or a scaler needs all gradients of a backward before the first update."""
         return self.max_norm is not None or self.scaler is not None
 
     def indices(self) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class Setup:
         """Restrict the optimizer to `parameters`, in their groups, with `gradients`; set `.grad` to `None` on exit.
 
         `given`: tensors that replace the parameters, such as pieces. `options`: the groups' options for this step,
-        from `options_of`; by default the current ones.
+        from `options_of`; by default the current options.
         """
         optimizer, given = self.optimizer, parameters if given is None else given
         groups = optimizer.param_groups
@@ -115,13 +115,13 @@ class Setup:
 
 
 def options_of(optimizer: torch.optim.Optimizer, of: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
-    """Return each group's options with `of` applied to each value: `copied`, or `noted` for a later comparison."""
+    """Return the options of each parameter group, with `of` applied to each value: `copied`, or `noted` to compare."""
     groups = optimizer.param_groups
     return tuple({name: of(value) for name, value in group.items() if name != "params"} for group in groups)
 
 
 def copied(value: Any) -> Any:
-    """Clone tensors: a scheduler writes to a learning rate in place."""
+    """Return a tensor as a clone, because a scheduler writes to a learning rate in place; any other value as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -131,7 +131,7 @@ def noted(value: Any) -> Any:
 
 
 def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> str:
-    """Describe the first option that changed since it was `noted`, or return "". New groups and options are ignored."""
+    """Describe the first option that changed since `before`; else return "". New groups and options are ignored."""
     for number, (then, now) in enumerate(zip(before, options_of(optimizer, noted), strict=False)):
         for name in then:
             if name not in now or then[name] != now[name]:

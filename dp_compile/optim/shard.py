@@ -4,7 +4,7 @@
     other backwards          the same reduce-scatters
     end of every backward    the remaining updates; all-gather 0, all-gather 1, ...
     next forward             with `overlap_forward`: waits for each all-gather before the first read (`deferred.py`);
-                             they are launched in the order in which it is assumed to read
+                             all-gathers are launched in the assumed order of its reads
 
 A rank whose backward is not captured runs the same collectives in the same order: every all-gather is at the end of the
 backward. It runs the same kernels on the same elements. One rank updates each element, and all ranks copy its value.
@@ -54,7 +54,7 @@ _MAX_GATHERS: Final = 4  # still in flight while `_gather` waits for the oldest:
 
 
 class ShardedStates(defaultdict[Any, Any]):
-    """`optimizer.state`, keyed by pieces of parameters, which exist in this process only: pickle and deepcopy raise."""
+    """`optimizer.state` by piece of a parameter. Pieces exist in this process only, so pickle and deepcopy raise."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReductionError(
@@ -84,7 +84,7 @@ class Gather(Pending):
 
 
 class Shard(Update):
-    """This rank's elements of the parameters of one optimizer, with their state."""
+    """An optimizer that updates this rank's elements of parameters, and holds the state of these elements only."""
 
     def __init__(self, setup: Setup, deferred: Deferred | None) -> None:
         super().__init__(setup, deferred)
@@ -424,7 +424,7 @@ class Shard(Update):
         return self.setup.only(parameters, [gradients[index] for index in indices], own)
 
     def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
-        """Unscale and clip by the norm of all ranks (one all-reduce). Return `False` if the scaler found inf or NaN."""
+        """Unscale, clip by the norm over all ranks (one all-reduce). Return `False` if the scaler found inf or NaN."""
         setup, scaler, device = self.setup, self.setup.scaler, self.parameters[0].device
         found: list[torch.Tensor] = []
         both = torch.zeros(3, dtype=torch.float64, device=device)
@@ -528,5 +528,5 @@ class _Held(contextlib.AbstractContextManager["_Held"]):
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of all elements in memory order. The memory must have no gaps."""
+    """Return a view of a parameter's elements in memory order. The memory must have no gaps."""
     return parameter.detach().as_strided((parameter.numel(),), (1,))

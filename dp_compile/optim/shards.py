@@ -30,8 +30,8 @@ _OF_ALL_ELEMENTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to `stop` of parameter `index`, in memory order, which one rank updates. `offset`: of the first
-    one in the whole bucket."""
+    """Elements `start` to `stop` of parameter `index`, in memory order, which one rank updates. `offset`: of element
+    `start` in the whole bucket."""
 
     index: int
     start: int
@@ -47,7 +47,7 @@ Pieces = dict[int, tuple[list[Piece], list[Piece]]]  # by bucket number: the pie
 
 
 def pieces_of(plan: BucketPlan, rank: int) -> Pieces:
-    """Return the pieces of all scattered buckets. Padding between members belongs to no piece."""
+    """Return for each scattered bucket the pieces of `rank` and those of the others. Padding belongs to no piece."""
     found: Pieces = {}
     for number, bucket in enumerate(plan.buckets):
         if bucket.key.reduction.is_scattered:
@@ -67,7 +67,7 @@ def is_cut(key: str, value: object) -> bool:
 
 
 def cut(state: State, parameter: nn.Parameter, piece: Piece) -> State:
-    """Return the state of a piece in new memory. Raise if the state is of another shape."""
+    """Return the state of a piece in new memory. Raise if the state has another shape than the parameter."""
     found: State = {}
     for key, value in state.items():
         if is_cut(key, value):

@@ -151,7 +151,7 @@ class Update:
             )
 
     def left_out(self, error: BaseException) -> None:
-        """Do nothing: every other rank has the gradients and updates without this one."""
+        """Do nothing when only this rank fails: every other rank has the gradients and updates without it."""
 
     # --- around step()
 
@@ -182,7 +182,7 @@ class Update:
             raise ReductionError(problem)
 
     def _other_gradients(self) -> str:
-        """Return an error text if a parameter has a gradient that no synchronised backward has set, else ""."""
+        """Return an error text if a parameter has a gradient that no synchronised backward has set; else return ""."""
         replica = self.setup.find_replica()
         if replica is None or not self._awaits_step:
             return ""

@@ -1,4 +1,4 @@
-"""The passes over a captured backward, in their order."""
+"""The passes over the graph of a captured backward, in the order in which they run."""
 
 from dp_compile.passes.bucketing import BucketReductions as BucketReductions
 from dp_compile.passes.overlap import ScheduleCollectives as ScheduleCollectives

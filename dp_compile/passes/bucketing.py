@@ -1,11 +1,11 @@
-"""Apply a plan: replace the reductions of a bucket by its stages. No other pass creates or erases collectives.
+"""Apply a plan: replace the `reduce_grad` nodes of each bucket by collectives. No other pass creates or erases these.
 
     reduce_grad(a)  reduce_grad(b)   ->   flat_bucket(a, b) -> all_reduce -> wait
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
-On two network levels there are three stages, each followed by its wait. If ranks keep shards, there is only the first
-stage, and an update reads the shard instead of each member.
+On two network levels a bucket has three collectives (stages), each followed by its wait. If each rank keeps a shard, a
+bucket has one stage, and an optimizer update reads the shard instead of each member.
 
 Gradients are computed inside the bucket if possible (`passes/lowering.py`), without copies, in the parameters' layout.
 The averaging factor is folded into the op that computes a gradient. If that is impossible, `flat_bucket` applies it.
@@ -44,9 +44,9 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @dataclass(frozen=True, slots=True)
 class BucketReductions:
-    """Replace the reductions of each bucket by its stages, in the plan's order.
+    """Pass that replaces the `reduce_grad` nodes of each bucket by its collectives, in the plan's order.
 
-    `zero_gaps`: write zeros between members. Default: if NCCL checks for NaN, which uninitialised memory may contain.
+    `zero_gaps`: write zeros between members. By default only if NCCL checks for NaN, which unwritten gaps may contain.
     """
 
     zero_gaps: bool = field(default_factory=lambda: nan_check_is_on())
@@ -76,12 +76,12 @@ class BucketReductions:
 
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return launches in their order, each preceded by the waits for the previous stage of its bucket."""
+    """Return `launches` in the given order, each preceded by the waits for the previous stage of its bucket."""
     return list(dict.fromkeys(node for launch in launches for node in (*waits_before(launch), launch)))
 
 
 def waits_before(launch: fx.Node) -> list[fx.Node]:
-    """Return the waits for the previous stage of a launch; empty for a first stage, which reads the bucket."""
+    """Return the waits for the stage before this launch in its bucket; empty if the launch is of the first stage."""
 
     def is_between(node: fx.Node) -> bool:
         is_ours = edit.provenance_of(node) is not None
@@ -96,10 +96,10 @@ def nan_check_is_on() -> bool:
 
 
 def planned_reductions(graph: fx.Graph, plans: Sequence[BucketPlan]) -> dict[int, dict[int, fx.Node]]:
-    """Return the reductions of a graph by replica and gradient index.
+    """Return the `reduce_grad` nodes of a graph, by replica and gradient index.
 
-    Raises `InvalidGraphError` if one is not planned, is repeated or has another shape, dtype or device, or if a replica
-    with reductions in the graph lacks a planned one.
+    Raises `InvalidGraphError` if such a node is not planned, is repeated or has another shape, dtype or device than
+    planned, or if a replica with such nodes in the graph lacks a planned one.
     """
     planned = {(replica, each.index): each for replica, plan in enumerate(plans) for each in plan.gradients}
     found: dict[int, dict[int, fx.Node]] = {}
@@ -126,7 +126,7 @@ def planned_reductions(graph: fx.Graph, plans: Sequence[BucketPlan]) -> dict[int
 class GraphOps:
     """Implementation of `Ops` that inserts nodes into a graph, before the node `before`.
 
-    `reductions`: the `reduce_grad` node of each member. `unit`: positions of replica and bucket.
+    `reductions`: the `reduce_grad` node of each member. `unit`: positions of the replica (in the backward) and bucket.
     """
 
     graph: fx.Graph
@@ -147,7 +147,7 @@ class GraphOps:
         return [node.all_input_nodes[0] for node in self.reductions]
 
     def view_back(self, reduced: fx.Node, place: int) -> fx.Node:
-        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter's differ."""
+        """Return a member with its traced strides: a view of `reduced`, or of a copy if the parameter has others."""
         gradient, offset, member = self.bucket.members[place].gradient, self.bucket.members[place].offset, (place,)
         shape, promised = list(gradient.shape), tuple(self.reductions[place].meta["val"].stride())
         # A dimension of size one may have any stride.
@@ -166,7 +166,7 @@ class GraphOps:
         return [self.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 
     def factor(self, *, last: bool) -> fx.Node | None:
-        """Return a node for the factor before or after the stages if it is read at run time; `None` if constant."""
+        """Return a node that reads the factor for before the stages (`last`: after) at run time; `None` if constant."""
         if self.bucket.key.reduction.given < (2 if last else 1):
             return None
         return self.make(FACTOR, *self.unit, last, self.gradients[0].meta["val"].device)
@@ -193,7 +193,7 @@ class GraphOps:
     def source_of(
         self, gradient: fx.Node, stride: tuple[int, ...], scale: float, dtype: torch.dtype | None
     ) -> tuple[fx.Node, float, tuple[int, ...]]:
-        """Return the node that the bucket stores for a gradient, the factor still to apply, and its strides."""
+        """Return the node to store for a gradient, the factor still to apply to that node, and its strides."""
         source, stride = without_views(gradient, stride)
         if dtype is not None and source.target in _CASTS and len(source.users) == 1:
             # Send a gradient in bfloat16 if it was computed in bfloat16 and only cast to the parameter's float32.
@@ -260,7 +260,7 @@ _ZEROS: Final = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.def
 
 
 def without_views(node: fx.Node, stride: tuple[int, ...]) -> tuple[fx.Node, tuple[int, ...]]:
-    """Return the source of `node` through views with one user, and the source's strides if `node` has `stride`."""
+    """Return the node that `node` views (through views with one user), and its strides if `node` has `stride`."""
     while node.target in _VIEWS and len(node.users) == 1:
         source = node.all_input_nodes[0]
         value = torch.empty_strided(node.meta["val"].shape, stride, device="meta")

@@ -1,4 +1,4 @@
-"""Ops for reductions that end after the backward: one leaves them in flight, one waits for them.
+"""Ops for reductions that end after the backward: one op leaves them in flight, the other waits for them.
 
     backward                                            next forward
       all_reduce(bucket)                                  wait_for_parameters([weights that are read first])
@@ -10,7 +10,7 @@ some parameters: it waits for their reductions, and the optimizer updates them. 
 address alone. So compiled code of a forward works for every plan and every module of its class.
 
 The second op mutates parameters. AOTAutograd copies mutated tensors (torch 2.13), so the op would silently be wrong in
-a graph that it traces. Both ops are therefore inserted into the final graph, where only Inductor's scheduler sees them.
+a graph that AOTAutograd traces. Both ops are inserted into the final graph, which only Inductor's scheduler sees.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ START = has_side_effect(make_op("forward_starts(bool training, bool of_part) -> 
 
 
 def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
-    """Remove the `START` ops from a Dynamo graph. Return whether it starts the forward of a module, and of a part.
+    """Remove `START` ops from a Dynamo graph. Return whether the graph starts a module's forward, and a part's.
 
     A checkpointed part starts in a nested graph (`torch.utils.checkpoint`), where torch 2.13 rejects ops with effects.
     """
@@ -83,9 +83,9 @@ def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
 
 
 def defer_reductions(graph: fx.Graph, plans: Sequence[BucketPlan], crosses: Sequence[Sequence[bool]]) -> None:
-    """Defer updates of whole buckets past a captured backward. Runs after all passes, because it removes waits.
+    """Defer updates of whole buckets past a captured backward. Called after all passes, because waits are removed.
 
-    `crosses`: for each replica and optimizer, whether it keeps reductions in flight.
+    `crosses`: for each replica and optimizer, whether the optimizer keeps reductions in flight.
     """
     for node in graph.find_nodes(op="call_function", target=UPDATE):
         update = read_update(node)

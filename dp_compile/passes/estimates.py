@@ -1,7 +1,7 @@
-"""Estimate when each gradient of a captured graph is ready, from the work of the nodes before it. Read-only.
+"""Estimate when each gradient of a captured graph is ready, from the work of earlier nodes. Does not change the graph.
 
-Compute waits for the model's own collectives, as in tensor parallel. Contention between them and reductions is not
-modelled: tensor parallel mostly runs inside a node, and reductions between nodes use other links.
+Compute waits for the model's own collectives, such as those of tensor parallelism. Contention with gradient reductions
+is not modelled: tensor parallelism mostly runs inside a node, and reductions between nodes use other links.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Values = Mapping[fx.Node, Any]  # results of nodes: fake tensors of static sizes
 
 
 class Accumulation(NamedTuple):
-    """The node that accumulates a gradient, and the gradient. `adds`: whether it is added to an existing `.grad`."""
+    """The node that accumulates a gradient, and the gradient. `adds`: whether the node adds to an existing `.grad`."""
 
     node: fx.Node
     gradient: fx.Node
@@ -61,7 +61,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
 
     The work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
     Patterson, CACM 2009). torch's flop counter gives the FLOPs. The work of a collective is the memory traffic possible
-    while a nominal link carries it. In a graph without work, each gradient is ready at 1.
+    while a nominal link carries it. In a graph without work, each gradient is ready at 1, the end.
     """
     if not accumulations:
         return []
@@ -100,7 +100,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
 
 
 def _only_for(nodes: Sequence[fx.Node], accumulations: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """Return for each node the only accumulation that depends on it; `None`: several do, or another output does."""
+    """Return for each node the one accumulation that depends on it; `None` if several do, or another output does."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in reversed(nodes):
         needed_by = {found[user] for user in node.users}
@@ -114,7 +114,7 @@ def _may_wait(
     """Return those of a graph's last accumulations whose own work may run at the end of the backward.
 
     The inputs of this work stay in memory until then. They may take as much memory as the backward's inputs,
-    without parameters, and the gradients (as in torch's DDP). This usually admits all; with checkpointing, few.
+    without parameters, and the gradients (as in torch's DDP). This limit usually admits all; with checkpointing, few.
     """
     nodes = accumulations[0].node.graph.nodes
     read = {each.node: dict[Storage, int]() for each in accumulations}
@@ -143,7 +143,7 @@ def _may_wait(
 
 
 def _sending(node: fx.Node, values: Values) -> float:
-    """Return the memory traffic in bytes possible during a collective of the model; 0 if its tensors are unknown."""
+    """Return how many bytes memory can move during a collective of the model; 0 if the sent tensors are unknown."""
     given, made = (list(tensors_in(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
     group = node.args[-1]
     if not given or not made or not isinstance(group, str):
@@ -180,7 +180,7 @@ def fake_values(graph_module: fx.GraphModule, given: tuple[Any, ...]) -> dict[fx
     """Return a fake tensor, or a list of them, for each node whose value follows from a backward's inputs.
 
     No user code runs: the shapes of a Python autograd function come from the engine's validation of its outputs.
-    The `hooks` also contain meshes, from which AOTAutograd's code builds DTensors.
+    The graph input `hooks` also contains device meshes, from which AOTAutograd's code builds DTensors.
     """
     inputs = dict(zip(("inputs", "sizes", "scalars", "hooks"), given, strict=False))
     values: dict[fx.Node, Any] = {}
@@ -208,14 +208,14 @@ def _fake(mode: Any, value: Any) -> Any:
 
 
 def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
-    """Return a gradient after the engine's validation, which sums over broadcast dimensions and casts."""
+    """Return a gradient as autograd's validation leaves it: summed over broadcast dimensions, and cast."""
     if like is None or (isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)):
         return value
     return like.make()
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return the result of a call. Raise `LookupError` if it is unknown or the call would run user code."""
+    """Return the result of a call. Raise `LookupError` if the result is unknown or needs user code."""
     if checked := dynamo.validated_outputs(node):
         return [_as_checked(values.get(output), like) for output, like in checked]
     hooked = node.args[1] if node.target is dynamo.call_hook else None

@@ -1,8 +1,8 @@
-"""Inductor lowering of the op that fills a bucket: producers write into the memory of the bucket.
+"""Inductor lowering of the op that fills a bucket: kernels that compute gradients write into the bucket's memory.
 
 The bucket is allocated before its members are computed. A matrix product gets its part of the bucket as `out=`.
-Generated code stores there, with the factor applied. A gradient is copied if its kernel allocates the result itself,
-or if other nodes read it. Large buckets on CPUs reuse the memory of the last backward (`memory.py`).
+Generated code stores into its part, with the factor applied. A gradient is copied if its kernel allocates the result
+itself, or if other nodes read it. Large buckets on CPUs reuse the memory of the last backward (`memory.py`).
 
 Gaps between members are undefined unless the op requests zeros. Only collectives and NCCL's NaN check read them.
 """
@@ -31,7 +31,7 @@ _CAST, _MULTIPLY = torch.ops.prims.convert_element_type.default, torch.ops.aten.
 
 
 class Written(NamedTuple):
-    """Whether compiled code copies a member into its bucket. `unit`: replica and bucket. `position`: the member's."""
+    """Whether compiled code copies a member into its bucket. `unit`: replica and bucket. `position`: of the member."""
 
     unit: tuple[int, int]
     position: int
@@ -111,7 +111,7 @@ inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
 
 
 def _lower_handing_over(op: Any, number: int, *args: Any) -> None:
-    """Lower an op whose tensors, argument `number`, are read later outside the graph: by a network or an optimizer."""
+    """Lower an op whose argument `number` is tensors that a network or an optimizer reads later, outside the graph."""
     for each in args[number]:
         each.realize()
         inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(each).get_name())
@@ -161,7 +161,7 @@ def _lies_as(buffer: Any, stride: Sequence[Any]) -> bool:
 
 
 def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any) -> Any:
-    """Return a gradient times `factor`, or `scale` without one, rounded to `dtype`; it is inlined into its reader."""
+    """Return a gradient times `factor` (if `None`: `scale`), rounded to `dtype`, as code to inline into its reader."""
     if factor is not None or scale != 1.0:
         widened = torch.promote_types if factor is None else dtype_of_product
         inner = widened(gradient.get_dtype(), dtype)
@@ -171,7 +171,7 @@ def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any) -> Any:
 
 
 def _is_copied(source: Any) -> bool:
-    """Return whether another kernel than the one that computes a gradient stores it in the bucket."""
+    """Return whether one kernel computes a gradient and another one stores it in the bucket."""
     if not isinstance(source, ir.ComputedBuffer):  # inlined, or a library kernel or an input
         return isinstance(source, ir.Buffer) or _only_moves(source)
     return source.get_name() in inductor.graph_being_lowered().mutated_buffers or _only_moves(source.data)
@@ -190,7 +190,7 @@ def _only_moves(computed: Any) -> bool:
 
 
 def _storage_of(value: Any) -> Any:
-    """Return the storage of an Inductor tensor, through its views."""
+    """Return the storage of an Inductor tensor, also if the tensor is a view."""
     inner = value.data
     return inner.unwrap_view() if isinstance(inner, ir.BaseView) else inner
 
@@ -198,7 +198,7 @@ def _storage_of(value: Any) -> Any:
 def _is_own(bucket: Any, position: int, storage: Any) -> bool:
     """Return whether only the bucket reads a member's storage, and reads it once: the collective overwrites it.
 
-    Ops may return their input (in-place updates, no-ops). They are followed back to the op that made the storage.
+    Ops may return their input (in-place updates, no-ops). Such ops are followed back to the op that made the storage.
     """
     node: fx.Node = bucket.args[0][position]
     if bucket.args[0].count(node) > 1 or set(node.users) != {bucket}:

@@ -1,11 +1,11 @@
-"""Bucket memory, and the modules for which compiled code runs. Code refers to neither, so equal modules share code.
+"""Bucket memory, and the modules for which compiled code runs. The code names neither, so equal modules share it.
 
 glibc returns blocks above 32 MiB to the system at once, and a new one is mapped page by page (`mallopt(3)`,
 `M_MMAP_THRESHOLD`). For an embedding this takes longer than the backward: 122 MiB of rows took 60.2 ms of processor
-time per step, and take 5.3 with reuse (alternating runs, medians of 15, 2026-11-27). So on CPUs such a bucket reuses
-the memory of the last backward, unless a tensor still references a part of it, such as a `.grad` that the user keeps.
-Smaller blocks stay in the process. On GPUs torch's allocator keeps all blocks, and buckets reuse memory only with
-`gradient_as_bucket_view=True`, for constant addresses.
+time per step, and take 5.3 ms with reuse (alternating runs, medians of 15, 2026-11-27). So on CPUs a bucket that large
+reuses its memory in the next backward, unless a tensor still references a part of that, such as a `.grad` that the user
+keeps. Smaller blocks stay in the process. On GPUs torch's allocator keeps all blocks, and buckets reuse memory only
+with `gradient_as_bucket_view=True`, for constant addresses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOKS: Final = 20
 
 
 def is_kept(bucket: fx.Node) -> bool:
-    """Return whether the next backward reuses the memory of a bucket; otherwise each backward allocates it."""
+    """Return whether the next backward reuses a bucket's memory; otherwise each backward allocates new memory."""
     wish, value = bucket.meta.get(KEEPS, False), bucket.meta["val"]
     if value.device.type == "cpu":
         return wish is True or (wish is None and value.nbytes > KEPT_FROM_NBYTES)
@@ -41,7 +41,7 @@ def is_kept(bucket: fx.Node) -> bool:
 
 
 class _Kept(NamedTuple):
-    """Memory, and the result of `autograd.holders` while nothing else references a part of it."""
+    """Memory of a bucket, and its reference counts (`autograd.holders`) while nothing else references a part of it."""
 
     memory: torch.Tensor
     alone: tuple[int, int]
@@ -49,7 +49,7 @@ class _Kept(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BucketMemory:
-    """Bucket memory that a module's backwards reuse, by bucket number, numel and dtype."""
+    """The memory of a module's buckets, for its next backwards, by bucket number, numel and dtype."""
 
     kept: dict[tuple[int, int, torch.dtype], _Kept] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class BucketMemory:
         return sum(each.memory.nbytes for each in self.kept.values())
 
     def take(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory that nothing else references, new and zero if there is none. Gaps between members stay zero."""
+        """Return memory that nothing else references: kept memory, or new zeros. Gaps between members stay zero."""
         kept = self.kept.get((number, numel, dtype))
         if kept is None or not _becomes_free(kept):
             memory = torch.zeros(numel, dtype=dtype, device=device)
@@ -78,8 +78,8 @@ class BucketMemory:
 def _becomes_free(kept: _Kept) -> bool:
     """Return whether nothing else references the memory, after waiting for at most about a millisecond.
 
-    A gloo thread reports the end of its work, but references the tensor until it is scheduled again: in 4 of 60
-    backwards of 4 ms, 2 ranks on 2 cores.
+    A gloo thread reports the end of its work, but references the tensor until the thread is scheduled again: seen in 4
+    of 60 backwards of 4 ms, 2 ranks on 2 cores.
     """
     for _ in range(_LOOKS):
         if autograd.holders(kept.memory) == kept.alone:
@@ -94,7 +94,7 @@ def _becomes_free(kept: _Kept) -> bool:
 @dataclass(eq=False, slots=True)
 class Running:
     """Context in which this thread runs the compiled code of a backward.
-    Fields, indexed by module of that backward: its plan, its bucket memory, the optimizers that update its parameters
+    Fields, indexed by module of that backward: the module's plan, bucket memory, optimizers that update its parameters
     (`passes/updates.py`), and its comm hook's state by gradient index. A class is faster than a generator: every
     backward enters it.
     """
@@ -141,7 +141,7 @@ def nothing(*_: object) -> None:
 def make_op(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any] = nothing, tags: tuple[torch.Tag, ...] = ()
 ) -> Any:
-    """Define an op of the package for graphs, with its implementation and its fake implementation."""
+    """Define an op `dp_compile::NAME` for graphs, with its implementation and its fake implementation."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")

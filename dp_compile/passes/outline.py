@@ -1,4 +1,4 @@
-"""Short text of a plan and a graph. It has no tracer-generated names, so it changes only with plan or graph.
+"""Short text of a plan and a graph, without names that a tracer generates: it changes only if plan or graph change.
 
        ... 37 nodes                                                       other nodes in between
        bucket 0 = 2 gradients: 2.bias .. 2.weight: float32[96]
@@ -49,7 +49,7 @@ def outline(graph: fx.Graph, plans: Sequence[BucketPlan]) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of a node in the text: `launch 0`, `wait 0`, `bucket 0`; for other nodes the op."""
+    """Return how the outline names a node: `launch 0`, `wait 0`, `bucket 0`; for other nodes the op."""
     kind = "launch" if is_collective(node) else "wait" if is_wait(node) else "bucket"
     if kind == "bucket" and node.target is not FLAT_BUCKET:
         return "input" if node.op == "placeholder" else last_name(node)

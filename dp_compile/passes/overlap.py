@@ -11,7 +11,7 @@ before that launch. Launches keep the order of the plan (`plan.reduction.launch_
 On CPUs, Inductor compiles the code that it generates between two library calls into one C++ function. A bias gradient
 between the two products of a layer would be a function of its own. So it moves after the second product, to the
 generated code there, unless a launch needs it earlier. The second product reads the same inputs, so no lifetime grows.
-200 layers of 32 take 12.7 ms of processor time per step, not 13.6 (alternating runs, medians of 41, 2026-11-27).
+200 layers of width 32 take 12.7 ms of processor time per step, not 13.6 (alternating runs, medians of 41, 2026-11-27).
 
 Moved compute can extend lifetimes, as of an activation whose weight gradient is computed later. Only bias gradients
 and our collectives move if the simulated peak would exceed DDP's, the model has collectives, or no launch gets earlier.
@@ -39,7 +39,7 @@ from dp_compile.plan.words import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCollectives:
-    """Launch early, wait late, keep the order of the launches; compute first what the next launch needs."""
+    """Pass: launch early, wait late, keep the order of the launches; compute first what the next launch needs."""
 
     name: ClassVar[str] = "schedule-collectives"
 
@@ -75,7 +75,7 @@ def _is_ours(node: fx.Node) -> bool:
 def _computing_first_what_is_needed_first(
     graph: fx.Graph, launches: Sequence[fx.Node], wish: Mapping[fx.Node, float]
 ) -> list[fx.Node]:
-    """Order nodes by the first launch that depends on them, then by `wish`."""
+    """Return the nodes, ordered by the first launch that depends on them, then by `wish`."""
     needs, turn, end = edit.dependencies(graph, chain=chain_of(launches)), dict[fx.Node, float](), len(launches)
     for number, launch in enumerate(launches):
         stack = [launch]
@@ -95,7 +95,7 @@ def _computing_first_what_is_needed_first(
 
 
 def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Return the preferred position of each node: compute in place, launches first, waits just before their use."""
+    """Return the preferred position of each node: compute where it is, launches first, waits just before their use."""
     wish: dict[fx.Node, float] = {node: position for position, node in enumerate(graph.nodes)}
     wish |= _with_other_code(graph, wish)
     returns = _handing_back(graph)
@@ -109,9 +109,9 @@ def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def _with_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
-    """Return positions that move gradients, computed between products, to the next generated code.
+    """Return new positions of gradients that are computed between matrix products: at the next generated code.
 
-    This is right after the last of these products. Only gradients whose inputs this product reads too are moved.
+    That code follows the last of these products. Only gradients whose inputs this product reads too are moved.
     """
     found: dict[fx.Node, float] = {}
     place, product = None, None  # of the next generated code, and the last product before it
@@ -129,7 +129,7 @@ def _with_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict[f
 
 
 def _handing_back(graph: fx.Graph) -> set[fx.Node]:
-    """Return the waits of our collectives, and the bucket nodes that depend on them."""
+    """Return the waits for our collectives, and our other nodes that depend on these waits, such as views."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_ours(node) and not is_collective(node) and (is_wait(node) or not found.isdisjoint(node.all_input_nodes)):
@@ -138,7 +138,7 @@ def _handing_back(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _compute_before(order: Sequence[fx.Node]) -> list[int]:
-    """Return for each launch the number of the backward's own calls before it."""
+    """Return for each launch how many calls of the backward precede it, without those of the reductions."""
     counts, count = [], 0
     for node in order:
         if _is_ours(node) and is_collective(node):
@@ -151,7 +151,7 @@ def _compute_before(order: Sequence[fx.Node]) -> list[int]:
 
 
 def _footprint(graph: fx.Graph) -> memory.Footprint:
-    """Return the footprint: members without other users lie in their bucket, and kept buckets are always live."""
+    """Return the graph's memory: members without other users lie in their bucket, kept buckets are always live."""
     buckets = graph.find_nodes(op="call_function", target=FLAT_BUCKET)
     homes = {
         member: bucket
@@ -164,7 +164,7 @@ def _footprint(graph: fx.Graph) -> memory.Footprint:
 
 
 def _makes_memory(node: fx.Node) -> bool:
-    """Return whether a call is no view of its inputs."""
+    """Return whether a call allocates memory, instead of returning a view of an input."""
     return _memory_read(node).isdisjoint(memory.storages_of(node))
 
 

@@ -32,9 +32,9 @@ class Pipeline(inductor.CustomGraphPass):
         passes: in execution order.
         plans: one for each replica in this backward; a reduction refers to its replica by position.
         on_result: called with the combined result of all passes.
-        held: for each input of the graph, whether its memory outlives the graph, as that of a module's parameters.
+        held: for each input of the graph, whether its memory outlives the graph, as a parameter's memory does.
         crosses: for each replica and optimizer, whether updates may complete after the backward.
-        on_stage: called with stage name and graph: `analysed` at first, then each pass's name, before its check.
+        on_stage: called with stage name and graph: `analysed` at first, then each pass's name, before the check.
     """
 
     passes: Sequence[GraphPass]
@@ -67,18 +67,18 @@ class Pipeline(inductor.CustomGraphPass):
         )
 
     def uuid(self) -> Any:
-        """Return a key of our sources, the torch version and all inputs of the passes."""
+        """Return a cache key: a hash of our sources, the torch version and all inputs of the passes."""
         options = tuple(self.passes), tuple(self.plans), self.held, self.crosses
         text = repr((inductor.source_hash(SOURCES), torch.__version__, *options))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def copy_what_is_returned_twice(graph: fx.Graph) -> None:
-    """Give each output its own memory, because an in-place write to one gradient, as in clipping, must change no other.
+    """Give each output its own memory: an in-place write to a gradient, as in clipping, must not change another one.
 
     autograd copies a gradient that it returns for two parameters, and so does the graph of compiled autograd. Inductor
     removes these copies as no-ops (`remove_noop_ops`, torch 2.13): the gradients of a weight and of a tensor added to
-    it would become one tensor. A reduced gradient has its own place in a bucket.
+    it would become one tensor. A reduced gradient has its own place in a bucket and needs no copy.
     """
     output, taken, clone = graph.output_node(), set[fx.Node](), torch.ops.aten.clone.default
 

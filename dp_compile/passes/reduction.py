@@ -2,8 +2,8 @@
 
     grad -> dp_compile::reduce_grad(grad, index, replica) -> reduced grad
 
-`index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
-this backward. The op never runs: a pass replaces it with the nodes of its bucket.
+`index` is the gradient's position among the parameters of its module, `replica` the position of that module among the
+modules in this backward. The op never runs: a pass replaces it with the nodes of its bucket.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TensorT = TypeVar("TensorT")  # a tensor, or a graph node
 
 
 class Ops(Protocol[TensorT]):
-    """The operations of a reduction, on graph nodes or, eagerly, on tensors."""
+    """The operations that `reduce_bucket` calls, on graph nodes or (in an eager backward) on tensors."""
 
     def fill(self, scale: float, dtype: torch.dtype | None, given: Sequence[TensorT] | None = None) -> TensorT:
         """Return the flat bucket of `given` (`None`: gradients) times `scale`, in `dtype` (`None`: that of `given`)."""
 
     def step_of_hook(self, hook: str, received: Sequence[TensorT]) -> list[TensorT]:
-        """Return what a functional hook sends after these results; at the end the reduced gradients (`HookRun`)."""
+        """Return what a functional hook sends after it received these results; at its end the reduced gradients."""
 
     def launch(self, stage: Stage, tensor: TensorT) -> Any:
         """Launch the collective of a stage."""
@@ -53,11 +53,11 @@ class Ops(Protocol[TensorT]):
         """Return the sum of the equal parts of a tensor, rounded once."""
 
     def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
-        """Return a reduced tensor times `scale` in `dtype`, the gradients' own, rounded once."""
+        """Return a reduced tensor times `scale`, rounded once to `dtype`, the dtype of the gradients."""
 
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, TensorT]:
-    """Reduce a bucket and return it. Yields after each launch; when resumed, waits and launches the next stage.
+    """Reduce a bucket and return it. Yields after each launch; when resumed, waits for it and launches the next stage.
 
     Callers with several buckets follow `plan.reduction.launch_order`.
     """
@@ -82,7 +82,7 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, Te
 
 
 def restored(bucket: Bucket, tensor: TensorT, ops: Ops[TensorT]) -> TensorT:
-    """Apply factor and dtype after the last stage, also for a bucket that a later step waits for."""
+    """Return the result `tensor` of the last stage with factor and dtype applied, also for a deferred update."""
     reduction = bucket.key.reduction
     if reduction.wire is None and reduction.post_scale == 1.0 and reduction.given < 2:
         return tensor
@@ -106,16 +106,16 @@ def finished(reducing: Generator[None, None, TensorT]) -> TensorT:
 
 
 def dtype_of_product(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype in which torch's kernels multiply by a scalar if the result has the wider of two dtypes."""
+    """Return the dtype in which torch's kernels multiply by a scalar if the result has the wider of both dtypes."""
     wide = torch.promote_types(one, other)
     return torch.float32 if wide in (torch.float16, torch.bfloat16) else wide
 
 
 def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """Write each tensor times `scale` into its part, computed in the wider of their dtypes and rounded once.
+    """Write each tensor times `scale` into its part of a bucket, computed in the wider of both dtypes and rounded once.
 
-    All small tensors share two multi-tensor calls, because a call for each takes longer than the multiplication. Half
-    precision is excluded: torch's multi-tensor CPU kernels round the factor to it (torch 2.13), unlike other kernels.
+    All small tensors share two multi-tensor calls, because one call for each takes longer than the multiplication. Half
+    precision is excluded: torch's multi-tensor CPU kernels round the factor to half (torch 2.13), unlike other kernels.
     """
     together: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part, tensor in zip(parts, tensors, strict=True):
@@ -139,12 +139,12 @@ class EagerOps:
     Args:
         sources: the local gradient of each member; `None`: zeros.
         launching: context of the first launch; `waiting`: context of each wait.
-        work: of the last launched collective.
+        work: the handle of the last launched collective.
         state: of a functional hook, for each member; `run`: the running call of that hook.
-        memory: allocates a bucket from numel and dtype; by default it is new.
+        memory: allocates a bucket from numel and dtype; by default each bucket is a new tensor.
         launches: the number of collectives launched.
-        is_silent: launch nothing, because a failed backward of this rank has launched it and lost the result.
-        filled: the last filled tensor, and its members in it.
+        is_silent: launch nothing, because a failed backward of this rank has launched this bucket and lost the result.
+        filled: the last filled tensor, and a view of each member in it.
     """
 
     bucket: Bucket
@@ -222,7 +222,7 @@ class EagerOps:
 
 
 class Launched(NamedTuple):
-    """A launched collective, and the tensor with its result once `work` has ended; `work` is `None` if it has."""
+    """A launched collective, and the tensor with its result once `work` has ended; `None`: it has."""
 
     tensor: torch.Tensor
     work: dist.Work | None
@@ -237,7 +237,7 @@ def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
 
 
 def _numel_of_result(stage: Stage, tensor: torch.Tensor) -> int:
-    """Return the numel of a collective's result; for `EXCHANGE`, `Stage.numel_behind` is that after the sum."""
+    """Return the numel of a collective's result. For `EXCHANGE`, `Stage.numel_behind` is the numel after the sum."""
     return tensor.numel() if stage.op in (ALL_REDUCE, EXCHANGE) else stage.numel_behind(tensor.numel())
 
 
@@ -259,7 +259,7 @@ def launch_stage(stage: Stage, tensor: torch.Tensor) -> Launched:
 
 
 def view_of(member: Member, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of a member in a tensor of its bucket, shaped as its parameter."""
+    """Return the view of a member in its bucket's tensor, with shape and strides of its parameter."""
     return tensor.as_strided(member.gradient.shape, member.gradient.stride, member.offset)
 
 
@@ -280,7 +280,7 @@ REDUCE_GRAD = make_op("reduce_grad(Tensor grad, int index, int replica) -> Tenso
 
 
 def emit(grad: torch.Tensor, index: int, replica: int) -> torch.Tensor:
-    """Emit the reduction of a gradient: a new tensor with the shape, dtype and strides of `grad`."""
+    """Call the op `reduce_grad`. Its result is a new tensor with the shape, dtype and strides of `grad`."""
     return REDUCE_GRAD(grad, index, replica)
 
 

@@ -24,7 +24,7 @@ class Refusal:
 class PeakMemory:
     """The simulated peak of a backward in bytes, over all tensors that it reads or creates, and that of torch's DDP.
 
-    The latter is for the same graph in its original order with `gradient_as_bucket_view=True`.
+    The peak of DDP is for the same graph in its original order with `gradient_as_bucket_view=True`.
     """
 
     nbytes: int
@@ -35,7 +35,7 @@ class PeakMemory:
 
 
 class PassResult(NamedTuple):
-    """The result of a pass, or of all. `memory`: in the new order. `collectives`: reduction stages after all passes."""
+    """The result of one pass, or of all. `memory`: with the new node order. `collectives`: stages, after all passes."""
 
     refusals: tuple[Refusal, ...] = ()
     memory: PeakMemory | None = None
@@ -43,7 +43,7 @@ class PassResult(NamedTuple):
 
 
 class GraphPass(Protocol):
-    """A frozen dataclass whose fields are its options. Its call transforms a valid graph and leaves it valid.
+    """A pass: a frozen dataclass whose fields are options. A call transforms a valid graph and leaves it valid.
 
     A pass does not communicate, has no state and does not depend on the rank. A node with a provenance (`fx/edit.py`)
     belongs to communication. Its `unit` is the position of the module in the backward and of the bucket in the plan.

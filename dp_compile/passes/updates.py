@@ -4,8 +4,8 @@
 
 Dynamo and AOTAutograd see the first op, which mutates nothing. The pass replaces it in the final graph by the second,
 which declares its writes. So all readers of a parameter's memory come before it, in our orders (`fx/edit.py`) and in
-Inductor's. Only the real inputs show which of them alias a parameter, as a saved transpose does. The op runs the user's
-optimizer, so a rank that updates after its backward gets the same bits.
+Inductor's. Only the inputs at run time show which of them alias a parameter, as a saved transpose does. The op runs the
+user's optimizer, so a rank that updates after its backward gets the same bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UPDATE = has_side_effect(make_op(f"update_parameters(Tensor(a!)[] written, {_ARG
 
 
 class Update(NamedTuple):
-    """The arguments of an `UPDATE` or `UPDATE_LATER` node."""
+    """The arguments of an op that updates parameters: an `UPDATE` or `UPDATE_LATER` node."""
 
     tensors: Sequence[fx.Node]
     gradients: Sequence[fx.Node]
@@ -71,9 +71,9 @@ def read_update(node: fx.Node) -> Update:
 
 @dataclass(frozen=True, slots=True)
 class PlaceUpdates:
-    """Insert the updates into a graph, after all readers of their parameters' memory.
+    """Pass that inserts optimizer updates into a graph, after all readers of the updated parameters' memory.
 
-    `shares`: for each input of the graph the number of the updated parameter that it aliases; else -1.
+    `shares`: for each input of the graph the number of the updated parameter that it aliases; -1 if it aliases none.
     """
 
     shares: tuple[int, ...]

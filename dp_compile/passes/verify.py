@@ -107,7 +107,7 @@ def _outputs(graph: fx.Graph) -> list[str]:
 
 
 def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
-    """Yield each node that `node` reads, with a key for this use, which stays equal if a pass replaces `node`."""
+    """Yield a key and the node for each use in `node` of another node. Passes that replace `node` keep the key."""
     if node.target in (UPDATE, UPDATE_LATER):
         update = read_update(node)
         for index, gradient in zip(update.indices, update.gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Capabilities of a process group's backend: one value per group. No code branches on a backend's name."""
+"""Capabilities of a process group's backend: one `Backend` per group. No code branches on a backend's name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 class Backend:
     """Capabilities of a backend for tensors on one device type. All defaults but `device` hold for any torch backend.
 
-    A backend written in Python declares them by an attribute `dp_compile_backend` of its process group. torch's own are
-    recognised by their class (`_torch.distributed.backend_of`).
+    A backend written in Python declares capabilities by an attribute `dp_compile_backend` of its process group.
+    Backends of torch are recognised by their class (`_torch.distributed.backend_of`).
     """
 
     name: str  # for messages and records

@@ -41,8 +41,8 @@ class GradientSpec:
     """The properties of a gradient on which a plan depends.
 
     `index`: position among the replicated parameters. `stride`: of the parameter, whose memory order the bucket keeps.
-    `itemsize`: bytes per element in a bucket, on the wire. `sent`: bytes that a comm hook sends of it in each round;
-    empty: all of it, or unknown.
+    `itemsize`: bytes per element in a bucket, on the wire. `sent`: bytes that a comm hook sends of this gradient in
+    each round; empty: all bytes, or unknown.
     """
 
     index: int
@@ -63,7 +63,7 @@ class GradientSpec:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Its traffic in each stage of its reduction."""
+        """Traffic of this gradient in each stage of its reduction."""
         return self.key.reduction.loads(self.nbytes, self.sent)
 
 
@@ -77,7 +77,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of one key that are reduced together, in one flat tensor."""
+    """Gradients with equal keys that are reduced together, in one flat tensor."""
 
     members: tuple[Member, ...]
 
@@ -87,13 +87,13 @@ class Bucket:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements, including gaps between members and padding to equal parts."""
+        """Number of elements, including gaps between members and padding to equal parts for the ranks."""
         multiple_of = self.key.reduction.multiple_of
         return -(-max(member.offset + member.gradient.numel for member in self.members) // multiple_of) * multiple_of
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients."""
+        """Bytes of the gradients in this bucket, without padding."""
         return sum(member.gradient.nbytes for member in self.members)
 
     @property
@@ -119,8 +119,8 @@ class Bucket:
 class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
-    `keeps_memory`: whether the next backward reuses the memory of buckets; `None`: only a captured one, if that is
-    faster (`passes/memory.py`). It may differ between ranks, so `to_dict` omits it.
+    `keeps_memory`: whether the next backward reuses the memory of buckets; `None`: only a captured backward, if reuse
+    is faster (`passes/memory.py`). This may differ between ranks, so `to_dict` omits it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -136,7 +136,7 @@ class BucketPlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, without the names of groups."""
+        """Return plain data for JSON, without the names of process groups."""
         buckets = [asdict(bucket) for bucket in self.buckets]
         for bucket, data in zip(self.buckets, buckets, strict=True):
             data["key"] = bucket.key._asdict() | {"reduction": bucket.key.reduction.to_dict()}
@@ -162,7 +162,7 @@ class BucketPlan:
         return BucketPlan(tuple(buckets))
 
     def with_keys_of(self, gradients: Iterable[GradientSpec]) -> BucketPlan:
-        """Return the same buckets with `key` and `sent` of `gradients`, which must contain each member's index."""
+        """Return the same buckets with `key` and `sent` from `gradients`, where each member's index must occur."""
         now = {gradient.index: gradient for gradient in gradients}
 
         def changed(member: Member) -> Member:
@@ -172,7 +172,7 @@ class BucketPlan:
         return replace(self, buckets=tuple(Bucket(tuple(map(changed, each.members))) for each in self.buckets))
 
     def for_code(self) -> BucketPlan:
-        """Return the plan for compiled code: equal for all values of the factors read at run time."""
+        """Return the plan for compiled code: the same for any values of factors that the code reads at run time."""
         if not any(bucket.key.reduction.given for bucket in self.buckets):
             return self
         keys = ((each, each.key._replace(reduction=each.key.reduction.for_code())) for each in self.gradients)
@@ -195,11 +195,11 @@ PACKED: Final = 1  # alignment of members without gaps
 
 
 def bucket_of(gradients: Sequence[GradientSpec], alignment_bytes: int = ALIGNMENT_BYTES) -> Bucket:
-    """Return a bucket of gradients of one key, in the given order.
+    """Return a bucket of gradients with equal keys, in the given order.
 
-    Each starts at a multiple of `alignment_bytes`. A smaller gradient starts at a multiple of its size, rounded up to a
-    power of two, which limits padding. A Python hook gets no padding, because hooks of torch's DDP split the buffer by
-    the sizes of its gradients.
+    Each gradient starts at a multiple of `alignment_bytes`, a smaller one at a multiple of its size, rounded up to a
+    power of two, which limits padding. A bucket for a Python hook has no padding, because hooks of torch's DDP split
+    the buffer by the sizes of the gradients.
     """
     members, end = list[Member](), 0
     for gradient in gradients:
@@ -218,9 +218,9 @@ def partition_by_size(
     first_cap_nbytes: float,
     open_after: Collection[int] = (),
 ) -> Partition:
-    """Return buckets closed at their cap (first per key: `first_cap_nbytes`), never after a position in `open_after`.
+    """Partition positions into buckets of one key. A bucket is closed at its cap, but not after one of `open_after`.
 
-    Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key.
+    `first_cap_nbytes`: of a key's first bucket. Source: torch `compute_bucket_assignment_by_size` (reducer.cpp).
     """
     filling: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, float] = defaultdict(float)
@@ -244,9 +244,9 @@ def plan_buckets(
 ) -> BucketPlan:
     """Fill buckets in the given order, the expected ready order, and close each at its cap, as torch's DDP does.
 
-    Buckets are launched in the order of their last members. Flags share the bucket of the gradient before them if the
-    keys are equal, which saves a collective. Caps are in MiB and exclude padding. `first_bucket_cap_mb`: cap of the
-    first bucket of each key; `None`: `bucket_cap_mb`.
+    Buckets are launched in the order of their last members. The flags share the bucket of the gradient before them if
+    both keys are equal, which saves a collective. Caps are in MiB and exclude padding. `first_bucket_cap_mb`: cap of
+    the first bucket of each key; `None`: `bucket_cap_mb`.
     """
     first_cap_mb = bucket_cap_mb if first_bucket_cap_mb is None else first_bucket_cap_mb
     flags = [each for each, gradient in enumerate(gradients) if gradient.name == UNUSED_FLAGS]

@@ -1,4 +1,4 @@
-"""The cost of an all-reduce, linear in the bytes: from public figures of a link, or fitted to measurements.
+"""The cost (duration) of an all-reduce, linear in its bytes: from public figures of a link, or fitted to measurements.
 
 Units: `_s` seconds, `_us` microseconds, `busbw` bytes per second in the meaning of nccl-tests (time of a large
 all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per second.
@@ -28,8 +28,8 @@ def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
 class AllReduceCost:
     """The cost of one all-reduce on one group: `alpha_s + beta_s_per_byte * nbytes` seconds.
 
-    `inside`, `between`: on two network levels, the cost inside a node and between nodes. Inside a node it is that of a
-    reduce-scatter and an all-gather, or of the collectives that the backend runs instead.
+    `inside`, `between`: on two network levels, the costs inside a node and between nodes. The first is for a
+    reduce-scatter and an all-gather together, or for the collectives that the backend runs instead.
 
     Raises:
         ConfigError: a value is not a finite number >= 0.
@@ -48,7 +48,7 @@ class AllReduceCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def on(self, link: str) -> AllReduceCost:
-        """Return the cost on the link of a stage, or that on the whole group if the former is unknown."""
+        """Return the cost on one network level, `inside` or `between`; on the whole group if that is unknown."""
         return {INSIDE: self.inside, BETWEEN: self.between}.get(link) or self
 
     def scaled(self, factor: float, latency: float = 1.0) -> AllReduceCost:
@@ -82,9 +82,9 @@ def ring(n: int) -> int:
 
 
 def ring_or_tree(n: int) -> int:
-    """Return the hops if a library chooses a tree for small and a ring for large messages.
+    """Return the sequential hops of an all-reduce if a library chooses a tree for small and a ring for large messages.
 
-    The linear cost is a lower bound of both, loosest where they cross, and never falls with n. Source of the tree:
+    The linear cost is a lower bound of tree and ring, loosest where they cross, and never falls with n. Source:
     Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
     """
     return 2 * (n - 1).bit_length()
@@ -95,7 +95,7 @@ LAUNCH_US: Final = 8.4  # cost per collective, independent of hops: NCCL's tunin
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of link. `alpha_us`: latency of one hop. `busbw_gb_s`: in 1e9 bytes per second and direction."""
+    """One kind of link. `alpha_us`: latency of one hop. `busbw_gb_s`: bandwidth in 1e9 bytes/s and direction."""
 
     alpha_us: float
     busbw_gb_s: float
@@ -133,7 +133,7 @@ def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_insi
 
 
 def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
-    """Return the cost before measurements, from the backend's nominal links.
+    """Return the cost to assume before any measurement, from the backend's nominal links.
 
     `ranks_inside`: ranks of a node on two network levels; `None`: one level, where up to eight ranks count as one node.
     """

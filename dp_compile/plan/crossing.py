@@ -1,17 +1,17 @@
-"""Order of buckets whose reductions may overlap the next forward: the most urgent first. Pure functions.
+"""Launch order of buckets whose reductions may overlap the next forward: the most urgent first. Pure functions.
 
 In the backward, gradients become ready from the last layer to the first. The next forward reads parameters from the
-first layer to the last. Ready order is best if all reductions have to end in the backward. But it updates the first
-layer last, so the forward would wait for all buckets. Two kinds of orders are tried:
+first layer to the last. Ready order is best if all reductions have to end in the backward. But in that order the first
+layer is updated last, so the forward would wait for all buckets. Two kinds of orders are tried:
 
-    of the ready buckets, the one that is read first: good if the network is always busy
+    next comes the ready bucket that is read first: good if the network is always busy
     some buckets in ready order, then all others in the order of their reads: the backward computes the gradients of the
-    first layers sooner, and while these are reduced, the products that only later launches need
+    first layers sooner and, while these are reduced, products that only later launches need
 
     step = backward + forward + stalls of the forward         >=  max(backward + forward, communication)
 
 Source: earliest deadline first, Horn 1974, optimal for preemptible jobs with release times. Buckets are not
-preemptible, so small ones are tried too. The forward is assumed to be half as long as the backward, and to read
+preemptible, so small buckets are tried too. The forward is assumed to be half as long as the backward, and to read
 parameters in reverse ready order.
 """
 
@@ -42,7 +42,7 @@ def plan_crossing(
     The flags get their own bucket, the first: they are known when the backward begins, and the backward waits for them.
     The plan has the best average over networks from half to twice the estimated speed; in the worst case every order is
     far from the bound. If `planned` has a certificate, so has the result, for backward and next forward together. If a
-    reduction has several stages, returns `planned`. `cuts`: also try other buckets. `lanes`: as in `Backend`.
+    reduction has several stages, returns `planned`. `cuts`: also try other partitions. `lanes`: as in `Backend`.
     """
     flags = [each for each in planned.plan.gradients if each.name == UNUSED_FLAGS]
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
@@ -70,7 +70,7 @@ def plan_crossing(
 
 
 def _orders(jobs: Sequence[Job], times: ReadyTimes, lanes: int) -> dict[tuple[Bucket, ...], None]:
-    """Return the orders to try, without duplicates; `jobs` are in ready order."""
+    """Return the launch orders of buckets to try, without duplicates; `jobs` are in ready order."""
     by_need = sorted(jobs, key=lambda job: job.needed_s)
     found = [in_order_of_need(jobs, slower, lanes) for slower in SPEEDS]
     for split in range(SPLITS):
@@ -82,7 +82,7 @@ def _orders(jobs: Sequence[Job], times: ReadyTimes, lanes: int) -> dict[tuple[Bu
 
 
 def why_not_left(bucket: Bucket) -> str:
-    """Return why the reduction of a bucket has to end in the backward; empty if it need not."""
+    """Return why the reduction of a bucket has to end in the backward; empty if it may end later."""
     reduction = bucket.key.reduction
     if reduction.hook is not None:
         return "a comm hook computes after its collectives"
@@ -94,9 +94,9 @@ def why_not_left(bucket: Bucket) -> str:
 
 
 class Job(NamedTuple):
-    """The reduction of a bucket; times in seconds after the start of the backward, and its duration `seconds`.
+    """The reduction of a bucket: two times in seconds after the start of the backward, and the duration `seconds`.
 
-    `needed_s`: when the next forward first reads one of its parameters, without stalls before.
+    `needed_s`: when the next forward first reads a parameter of the bucket, if compute did not stall before.
     """
 
     bucket: Bucket
@@ -115,7 +115,7 @@ def jobs_of(
     left: Container[Bucket] | None = None,
 ) -> tuple[Job, ...]:
     """Return the jobs of buckets launched in this order. `forward_s`: duration of the forward; `None`: assumed. `left`:
-    buckets that may overlap the forward; it needs the others at its start; `None`: all may."""
+    buckets that may overlap the forward, which needs all others at its start; `None`: all may."""
     forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
     ready = times.launches([member.gradient for member in bucket.members] for bucket in order)
     jobs = []
@@ -128,7 +128,7 @@ def jobs_of(
 
 
 def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
-    """Return when each bucket is on the network, and how long compute stalls for it; in the given order."""
+    """Return when each bucket is on the network, and how long compute stalls for it; buckets are in the given order."""
     late_s, found = 0.0, dict[int, Launch]()
     carried = enumerate(_carried(order, 1.0, lanes))
     for place, (job, start_s, finish_s) in sorted(carried, key=lambda each: each[1][0].needed_s):
@@ -139,7 +139,7 @@ def arrivals(order: Sequence[Job], lanes: int = 1) -> list[Launch]:
 
 
 def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
-    """Return jobs in the order in which free lanes take them: of the ready jobs, the one that is read first."""
+    """Return jobs in the order of transfer: a free lane of the network takes the ready job that is read first."""
     return tuple(job for job, _, _ in _carried(jobs, slower, lanes, by_need=True))
 
 
@@ -150,20 +150,20 @@ def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, l
 
 
 def ratios(order: Sequence[Job], backward_s: float, lanes: int = 1) -> list[float]:
-    """Return step time over its lower bound for each of `SPEEDS`."""
+    """Return the step time over its lower bound, for each network speed in `SPEEDS`."""
     scaled = ((order, backward_s, slower) for slower in SPEEDS)
     return [step_seconds(*each, lanes) / (bound_seconds(*each) or 1.0) for each in scaled]
 
 
 def bound_seconds(jobs: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:
-    """Return a lower bound of backward and next forward for any order: all compute, or all communication."""
+    """Return a lower bound of backward and next forward, in any order: the longer of compute and communication."""
     return max(backward_s * (1 + FORWARD_SHARE), slower * sum(job.seconds for job in jobs))
 
 
 def _carried(
     jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False
 ) -> list[tuple[Job, float, float]]:
-    """Return jobs in start order, with start and end. Concurrent jobs have equal shares of the network."""
+    """Return jobs in start order, each with its start and end. Concurrent jobs have equal shares of the network."""
     waiting, started, now_s = list(jobs), list[tuple[Job, float]](), 0.0
     finish_s: dict[int, float] = {}
     under_way: dict[int, float] = {}  # by position in `started`: remaining time if alone on the network

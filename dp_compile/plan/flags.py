@@ -10,8 +10,8 @@
 Readers only distinguish zero from nonzero. So the elements survive averaging over any number of ranks in float64,
 float32 and bfloat16, and in float16 within the limit of `Averaging.reduction` (`MOST_IN_FLOAT16`). Lossy codecs never
 carry them. If a bit and its complement are both nonzero, ranks sent different numbers: they reduced different modules.
-If the last two are both nonzero, only some ranks changed parameters, so ranks differ; sharpness-aware minimisation does
-it on every rank. A rank that skipped a step, because it raised after the others had the gradients, reports a change.
+If the last two are both nonzero, only some ranks changed parameters, so ranks differ; sharpness-aware minimisation
+changes them on all. A rank that skipped a step, because it raised after the others had the gradients, reports a change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAILED: Final = (*[1.0] * (2 * NUMBER_BITS), 0.0, 0.0, 0.0)
 
 
 def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
-    """Return the elements after those of the parameters.
+    """Return this rank's elements that follow those of the parameters.
 
     `module`: a name equal on all ranks and unique in the group. `stepped`, `moved`: the last two rows of the table.
     """
@@ -38,10 +38,10 @@ def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
 
 
 def ranks_disagree(more: Sequence[float]) -> bool:
-    """Return whether ranks reduced different modules, from the reduced elements."""
+    """Return whether ranks reduced different modules, as the reduced elements show."""
     return any(more[place] and more[NUMBER_BITS + place] for place in range(NUMBER_BITS))
 
 
 def is_failed(more: Sequence[float]) -> bool:
-    """Return whether the backward failed on any rank, from the reduced elements."""
+    """Return whether the backward failed on any rank, as the reduced elements show."""
     return all(more[: 2 * NUMBER_BITS])

@@ -26,7 +26,7 @@ from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE, Load, is_handed_ba
 class ReadyGradient:
     """A gradient in launch order. `ready_s`: when it is ready on the compute stream, without communication.
 
-    `loads`: its load in each stage of its reduction; empty: an all-reduce of all its bytes.
+    `loads`: traffic of the gradient in each stage of its reduction; empty: one all-reduce of all its bytes.
     """
 
     nbytes: int
@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
 class Carried(NamedTuple):
     """When a link carries a stage, in seconds after the start of the backward.
-    `waited_s`: how long compute stalls for it, also after the backward."""
+    `waited_s`: how long compute stalls for the stage, also after the backward."""
 
     link: str
     start_s: float
@@ -69,9 +69,9 @@ class Carried(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """When the network carries a bucket; times as in `Carried`.
+    """When the network carries a bucket, in seconds after the start of the backward.
 
-    `needed_s`: when the next forward reads it, if its reduction may overlap the forward; else `None`.
+    `needed_s`: when the next forward reads its parameters, if its reduction may overlap the forward; else `None`.
     """
 
     ready_s: float
@@ -83,7 +83,7 @@ class Launch(NamedTuple):
 
 
 def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg, ...]:
-    """Return the stages of a bucket from the loads of each member. A stage of two phases takes as long as an all-reduce
+    """Return a bucket's stages from the traffic of each member. A stage of two phases takes as long as an all-reduce
     of its bytes on its link, a stage of one phase half as long."""
     return tuple(
         Leg(stage[0].link, stage[0].phases / 2 * cost.on(stage[0].link).seconds(sum(load.nbytes for load in stage)))
@@ -92,7 +92,7 @@ def legs_of(members: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg
 
 
 def links_of(loads: Iterable[Sequence[Load]]) -> tuple[str, ...]:
-    """Return the links, each of which carries one stage at a time."""
+    """Return the links that these loads use, each of which carries one stage at a time."""
     return (INSIDE, BETWEEN) if any(load.link != WHOLE for each in loads for load in each) else (WHOLE,)
 
 
@@ -102,7 +102,7 @@ def release_times(gradients: Sequence[ReadyGradient]) -> list[float]:
 
 
 def jobs_of(gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost) -> list[Job]:
-    """Return the jobs of a partition's buckets."""
+    """Return a `Job` for each bucket of a partition."""
     released = release_times(gradients)
     return [
         Job(released[bucket[-1]], legs_of([gradients[each].stages for each in bucket], cost)) for bucket in partition
@@ -156,7 +156,7 @@ def finish_time(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float =
 
 
 def weights_of(loads: Iterable[Load], cost: AllReduceCost) -> tuple[float, float]:
-    """Return the latency of these stages, which a bucket has once, and the transfer time of these loads, in seconds."""
+    """Return latency and transfer time of these loads, in seconds. All gradients of a bucket share one latency."""
     latency_s = transfer_s = 0.0
     for link, phases, nbytes in loads:
         line = cost.on(link)
@@ -166,12 +166,12 @@ def weights_of(loads: Iterable[Load], cost: AllReduceCost) -> tuple[float, float
 
 
 def release_time_bound(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float) -> float:
-    """Return a lower bound of the finish of any plan, in seconds after the start of the backward.
+    """Return a time before which no plan can finish, in seconds after the start of the backward.
 
     max(backward, max over k of r_k + alpha + beta * bytes of all gradients that are ready at r_k or later): these
-    cannot be on the wire before r_k, and at least one collective carries them. Gradients of different keys never share
-    a collective, so alpha counts once per key. On two network levels this holds for each link, with the latencies of
-    the stages before and after it. Each gradient also passes through all its stages.
+    gradients cannot be on the wire before r_k, and at least one collective carries them. Gradients of different keys
+    never share a collective, so alpha counts once per key. On two network levels this holds for each link, with the
+    latencies of the stages before and after it. Each gradient also passes through all its stages.
 
     Source: release-time bound of a single machine.
     """

@@ -48,9 +48,9 @@ SLACK: Final = 2e-3  # end times within this share count as equal: fewer buckets
 class ReadyTimes:
     """When each gradient is ready, as a share of the backward without gradient reductions.
 
-    `shares`: by gradient index, for launches in ready order; a missing gradient is ready at the end. `own`: the share
-    of the backward that only this gradient needs, such as the product for a weight. `backward_s`: duration of that
-    backward in seconds; `None`: unknown. `nominal_s`: the same on a nominal device. `waits_from`: the own work
+    `shares`: by gradient index, if launches are in ready order; a missing gradient is ready at the end. `own`: the
+    share of the backward that only this gradient needs, such as the product for a weight. `backward_s`: duration of
+    that backward in seconds; `None`: unknown. `nominal_s`: its duration on a nominal device. `waits_from`: the own work
     of all gradients that are ready at this share or later may run at the end, because memory suffices.
     """
 
@@ -65,10 +65,10 @@ class ReadyTimes:
         return self.shares.get(gradient.index, 1.0)
 
     def launches(self, buckets: Iterable[Iterable[GradientSpec]]) -> list[float]:
-        """Return when each bucket can be launched, in this order, as a share of the backward.
+        """Return when each bucket can be launched, as a share of the backward, if buckets are launched in this order.
 
-        Work that no launch needs yet is deferred (`passes/overlap.py`). So the work before a launch is the shared work
-        up to the last gradient in it or in an earlier one, and the own work of all these gradients.
+        Work that no launch needs yet is deferred (`passes/overlap.py`). So a launch follows the work that gradients
+        share, up to the last gradient in this or an earlier bucket, and the own work of all these gradients.
         """
         in_order = sorted(self.shares, key=self.shares.__getitem__)
         own = accumulate(self.own.get(index, 0.0) for index in in_order)
@@ -94,8 +94,8 @@ class ReadyTimes:
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
-    """Return times from parameters alone, in the given order. Work is proportional to numel, and zero for vectors. This
-    is exact for dense layers, which take 4 FLOPs for each token and element."""
+    """Return ready times from parameters alone, in the given order. Work is proportional to numel, and zero for
+    vectors: exact for dense layers, which take 4 FLOPs for each token and element."""
     work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
     total = sum(work) or 1
     shares = {gradient.index: done / total for gradient, done in zip(gradients, accumulate(work), strict=True)}
@@ -136,7 +136,7 @@ class Certificate:
 
 
 class PlanResult(NamedTuple):
-    """A plan, and its certificate if it was made from a cost."""
+    """A plan, and its certificate if the plan was made from a cost."""
 
     plan: BucketPlan
     certificate: Certificate | None = None
@@ -148,7 +148,7 @@ def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
 
 
 def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> PlanResult:
-    """Plan one bucket per key for each run of consecutive gradients of one unit.
+    """Plan one bucket per key for each run of consecutive gradients of one unit, such as a layer.
 
     `gradients` are in launch order. `unit_of` maps a parameter's fully qualified name to that of its unit, a module.
     """
@@ -162,7 +162,7 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
 
 
 def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> PlanResult:
-    """Plan the candidate partition (`robust_partition`) that is best in the worst case, for speeds off by 0.5x to 2x.
+    """Plan the buckets that `robust_partition` chooses: best in the worst case, for network speeds off by 0.5x to 2x.
 
     All ranks pass equal times, so they get equal plans. A backward of unknown duration is assumed to be as long as the
     communication, because buckets matter most in this case. `gradients` may be in any order, which breaks ties.
@@ -181,11 +181,11 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
 def robust_partition(
     gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float
 ) -> tuple[Partition, Certificate]:
-    """Return the candidate with the least worst ratio; of about equal ones, that with the fewest buckets.
+    """Return the candidate with the least worst ratio; of about equal candidates, that with the fewest buckets.
 
-    Candidates are the earliest partition for each speed in `ERROR_BAND`, fixed caps, and these with joined buckets.
+    Candidates are the earliest partition for each speed in `ERROR_BAND`, fixed caps, and all these with joined buckets.
     `gradients` are in launch order. If latency dominates and the estimate is right, the result ends later than the
-    earliest by at most 8 % (six models on 30 links, 64 ranks, computed on 2026-11-28).
+    earliest plan by at most 8 % (six models on 30 links, 64 ranks, computed on 2026-11-28).
     """
     bounds = _bounds(gradients, cost, backward_s)
     promise = partial(certify, gradients, cost=cost, backward_s=backward_s, bounds=bounds)
@@ -214,7 +214,7 @@ def certify(
     backward_s: float,
     bounds: Sequence[float] | None = None,
 ) -> Certificate:
-    """Return the certificate of a partition. `bounds`: for each speed in `ERROR_BAND`; `None`: computed."""
+    """Return the certificate of a partition. `bounds`: one for each speed in `ERROR_BAND`; `None`: computed."""
     bounds = bounds or _bounds(gradients, cost, backward_s)
     jobs = jobs_of(gradients, partition, cost)
     ends = [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in ERROR_BAND]
@@ -264,7 +264,7 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
 def _joined(
     gradients: Sequence[ReadyGradient], partition: Partition, cost: AllReduceCost, deadlines_s: Sequence[float]
 ) -> Partition:
-    """Join each bucket with the next of its key if all still end in time at each speed; several stages count as one."""
+    """Join each bucket with the next of its key if all buckets still end in time at each speed; stages count as one."""
     released, buckets = release_times(gradients), list(partition)
     seconds = [job.seconds for job in jobs_of(gradients, partition, cost)]
     after = list(accumulate(reversed(seconds), initial=0.0))  # total of the last n buckets, by n

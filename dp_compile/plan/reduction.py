@@ -40,8 +40,8 @@ class Load(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `exchange`. The last is an
-    all-to-all and a local sum: a reduce-scatter for backends whose own sends as much as their all-reduce.
+    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `exchange`. `exchange` is an
+    all-to-all and a local sum, for backends whose reduce-scatter sends as much as their all-reduce.
 
     `reduce_op`: `sum` or `avg`; empty if nothing is summed. `parts`: the number of equal parts, one for each rank of
     the group, into which a tensor is split or from which it is gathered. `link`: the network of the group: `whole`,
@@ -55,7 +55,7 @@ class Stage(NamedTuple):
     link: str = WHOLE
 
     def numel_behind(self, numel: int) -> int:
-        """Return the numel of a rank's tensor after this stage, from that before it."""
+        """Return the numel of a rank's tensor after this stage, from its `numel` before."""
         if self.op in (REDUCE_SCATTER, EXCHANGE):
             return numel // self.parts
         return numel * self.parts if self.op == ALL_GATHER else numel
@@ -63,7 +63,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Two network levels: names of this rank's groups `inside` its node and `between` nodes; all ranks by node."""
+    """Two network levels: names of this rank's groups `inside` its node and `between` nodes; `ranks` by node."""
 
     inside: str
     between: str
@@ -101,7 +101,7 @@ class Reduction:
     given: int = 0
 
     def for_code(self) -> Reduction:
-        """Return the reduction for compiled code: equal for all values of the factors read at run time."""
+        """Return the reduction for compiled code: the same for any values of factors that code reads at run time."""
         scale, post_scale = (1.0,) * self.given + (self.scale, self.post_scale)[self.given :]
         return replace(self, scale=scale, post_scale=post_scale)
 
@@ -113,7 +113,7 @@ class Reduction:
 
     @property
     def parts(self) -> int:
-        """The least common multiple of the stages' `parts`."""
+        """The least common multiple of `parts` of all stages."""
         return math.lcm(*(stage.parts for stage in self.stages))
 
     @property
@@ -128,18 +128,18 @@ class Reduction:
 
     @property
     def multiple_of(self) -> int:
-        """The numel of a bucket is a multiple of this. It aligns parts to 16 bytes in any dtype, because NCCL is slower
-        otherwise (pytorch#195450). A hook splits tensors itself, so 1."""
+        """The number of which a bucket's numel is a multiple. It aligns parts to 16 bytes in any dtype, because NCCL is
+        slower otherwise (pytorch#195450). With a hook, which splits tensors itself, it is 1."""
         return 1 if self.parts == 1 or self.hook is not None else 16 * self.parts
 
     def numels(self, numel: int) -> Iterator[int]:
-        """Yield the input numel of each stage for a tensor of `numel`; with a hook usually an upper limit."""
+        """Yield the input numel of each stage for a tensor of `numel` elements; with a hook usually an upper limit."""
         for stage in self.stages:
             yield numel
             numel = stage.numel_behind(numel)
 
     def loads(self, nbytes: int, sent: Sequence[int] = ()) -> tuple[Load, ...]:
-        """Return the load of each stage for `nbytes` on the wire. `sent`: bytes that a hook sends in each stage."""
+        """Return the traffic of each stage for `nbytes` on the wire. `sent`: bytes that a hook sends in each stage."""
         parts = 1 if sent else self.parts
         given = zip(self.stages, sent or self.numels(nbytes * parts), strict=True)
         return tuple(
@@ -248,13 +248,13 @@ def launch_order(buckets: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
 
 
 def is_handed_back_at_the_end(stages: Sequence[Any]) -> bool:
-    """Return whether the last stage of a bucket follows the other stages of all buckets: another link carries it."""
+    """Return whether a bucket's last stage follows the other stages of all buckets, because another link carries it."""
     return len(stages) > 1 and stages[-1].link != stages[-2].link
 
 
 def before_the_sum(divisor: float) -> float:
-    """Return the power of two by which float16 is divided before the sum. It is near the square root of the divisor, so
-    neither one large contribution nor the sum of many leaves the range of float16.
+    """Return the power of two by which float16 gradients are divided before the sum. It is near the square root of the
+    divisor, so neither one large contribution nor the sum of many leaves the range of float16.
 
     Source: FSDP, `_get_gradient_divide_factors` of torch's `fsdp/_fully_shard/_fsdp_collectives.py`.
     """

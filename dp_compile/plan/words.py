@@ -35,7 +35,7 @@ def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
 def table(rows: Sequence[Sequence[str]], *, left: Sequence[int], width: int = WIDTH, between: str = "  ") -> list[str]:
     """Return rows of cells as lines, with the columns `left` aligned to the left.
 
-    To keep lines within `width`, the middle of long cells in the widest of these columns is omitted: `blocks..bias`.
+    To keep lines within `width`, the middle of long cells in the widest `left` column is omitted: `blocks..bias`.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widest = max(left, key=widths.__getitem__)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Sizes. `context` is the longest sequence in tokens."""
+    """Sizes of a `GPT`. `context` is the longest sequence in tokens."""
 
     vocabulary: int = 256
     context: int = 128
@@ -22,7 +22,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention: `[batch, time, width]` to the same."""
+    """Causal self-attention: `[batch, time, width]` to the same shape."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

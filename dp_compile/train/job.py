@@ -71,7 +71,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def _join(local_rank: int, local_ranks: int, directory: str = "") -> None:
-    """Join torchrun's group, or with a `directory` the pool's; on a GPU if each rank of this machine has one."""
+    """Join torchrun's process group, or with a `directory` that of our pool; on a GPU if each local rank has one."""
     shared: dict[str, Any] = {"init_method": f"file://{directory}/store", "rank": local_rank, "world_size": local_ranks}
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_ranks else torch.device("cpu")
     if device.type == "cuda":
@@ -184,7 +184,7 @@ def load_corpus() -> torch.Tensor:
 
 
 def batches(text: torch.Tensor) -> Iterator[Batch]:
-    """Yield random batches without end: this rank's share of a global batch that all ranks draw alike."""
+    """Yield random batches without end: this rank's share of a global batch, which all ranks draw alike."""
     generator = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(len(text) - CONTEXT, (dist.get_world_size(), BATCH_SIZE), generator=generator)
