@@ -47,16 +47,17 @@ def in_backward(
     Args:
         model: a module that was given to `replicate`, or a `DistributedDataParallel`.
         optimizer: one of `torch.optim` over all or some parameters of `model`, without `shard` also over others.
-        max_norm: with `shard`: clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does; do not call that
-        function too. `optimizer.total_norm` is then the norm before clipping. scaler: with `shard`: the
-        `torch.amp.GradScaler` of the loop, if there is one. overlap_forward: defer updates to the next forward if their
-        gradients are in flight at the end of a backward. The forward runs each update, or with `shard` waits for the
-        all-gather, right before it first reads the parameter, if the forward is one graph of `torch.compile(model,
-        backend="dp_compile")`. Otherwise `step()` or the start of the forward waits for all updates. Dynamo recompiles
-        all code in this process. Call `optim.synchronize(model)` before a read other than by a method of the module.
-        Must be equal on all ranks. shard: each rank reduces and updates a part of each bucket's elements, and holds
-        only their state. The optimizer must update each element independently. Every rank calls this. Save with
-        `full_state_dict(optimizer)`, not `optimizer.state_dict()`; load with `load_state_dict()`.
+        max_norm: with `shard`: clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does; do not call
+            that function too. `optimizer.total_norm` is then the norm before clipping.
+        scaler: with `shard`: the `torch.amp.GradScaler` of the loop, if there is one.
+        overlap_forward: defer updates to the next forward if their gradients are in flight at the end of a backward.
+            The forward runs each update, or with `shard` waits for the all-gather, right before it first reads the
+            parameter, if the forward is one graph of `torch.compile(model, backend="dp_compile")`. Otherwise `step()`
+            or the start of the forward waits for all updates. Dynamo recompiles all code in this process. Call
+            `optim.synchronize(model)` before a read other than by a method of the module. Must be equal on all ranks.
+        shard: each rank reduces and updates a part of each bucket's elements, and holds only their state. The
+            optimizer must update each element independently. Every rank calls this. Save with
+            `full_state_dict(optimizer)`, not `optimizer.state_dict()`; load with `load_state_dict()`.
 
     Raises:
         ConfigError: the optimizer is not of `torch.optim`, cannot update in a backward, or does already; it has no
