@@ -182,7 +182,7 @@ class ReplicateConfig:
         return next(iter(asked.values()), "optimal")
 
     def uses_python_hook(self) -> bool:
-        """Return the value of `ddp_python_hook`, that of its environment variable if it is `None`."""
+        """Return the option `ddp_python_hook` or, if that is `None`, the value of its environment variable."""
         if self.ddp_python_hook is not None:
             return self.ddp_python_hook
         text = _variable(HOOK_VARIABLE) or "1"
@@ -195,7 +195,7 @@ def _variable(name: str) -> str:
 
 
 def link_source() -> str:
-    """Return the source of a collective's cost if no `cost` is given, from the environment variable.
+    """Return where a collective's cost comes from if no `cost` is given: the value of `DP_COMPILE_LINK`.
 
     `remembered`, the default: measured once for each combination of ranks, hosts, device and backend, and stored with
     torch's caches. `measured`: measured in each process and not stored. `nominal`: the backend's nominal figures.
@@ -206,8 +206,8 @@ def link_source() -> str:
 
 
 def check_parameters_every() -> int | None:
-    """Return the interval of parameter comparisons in synchronised backwards, from the environment variable for
-    debugging. 0: never. `None`: after 2, 4, 8, ... and each 1,024."""
+    """Return after how many synchronised backwards ranks compare parameters: `DP_COMPILE_CHECK_PARAMETERS_EVERY`.
+    0: never. `None` (not set): after 2, 4, 8, ... and every 1,024."""
     text = _variable(CHECK_VARIABLE)
     require(not text or text.isdecimal(), CHECK_VARIABLE, "a number of backwards >= 0", text)
     return int(text) if text else None
@@ -216,8 +216,8 @@ def check_parameters_every() -> int | None:
 def monitor_after_s() -> float | None:
     """Return after how many seconds in one backward a rank logs the ranks for which it waits.
 
-    The environment variable sets it, 30 by default. Compilation does not count. The rank logs again whenever the wait
-    has doubled. `None` (set by `0` or `off`): no monitor, and errors have local information only.
+    `DP_COMPILE_MONITOR_AFTER_S` sets this, 30 by default. Compilation does not count. The rank logs again when it has
+    waited twice as long. `None` (set by `0` or `off`): no monitor, and errors have local information only.
     """
     text = _variable(MONITOR_VARIABLE) or "30"
     try:

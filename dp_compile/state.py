@@ -97,7 +97,7 @@ def _in_parent(mesh: DeviceMesh | None) -> tuple[DeviceMesh, tuple[int, ...]]:
 
 
 def _dims_in(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
-    """Return the dimensions of a slice in its parent, `None` if it is no slice of it. Compares names and ranks,
+    """Return the dimensions of a slice in its parent, `None` if `mesh` is no slice of `parent`. Compares names, ranks,
     because a DTensor may refer to an equal mesh that was sliced from another one."""
     names, known = mesh.mesh_dim_names or (), parent.mesh_dim_names or ()
     if not names or not set(names) <= set(known) or not torch.equal(parent[names].mesh, mesh.mesh):

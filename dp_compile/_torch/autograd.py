@@ -159,7 +159,7 @@ def as_outermost_code() -> Iterator[None]:
 
 
 def profiler_is_on() -> bool:
-    """Return whether `torch.profiler` is recording in this process; its wait phases do not count."""
+    """Return whether `torch.profiler` is recording in this process: false in the phase `wait` of its schedule."""
     return _profiler._is_profiler_enabled
 
 

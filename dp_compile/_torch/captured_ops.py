@@ -16,7 +16,7 @@ with named():
 
 
 class NamedOp:
-    """The autograd function of this name in the running torch."""
+    """Calls the built-in autograd function that has this object's name in the installed torch."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name

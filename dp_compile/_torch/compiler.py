@@ -24,7 +24,7 @@ with named():
 
 
 def no_graph_of_its_own(function: FunctionT) -> FunctionT:
-    """Skip a function's frame and all frames below it in Dynamo. A graph that calls the function still inlines it.
+    """Make Dynamo skip a function's frame and all frames below. A graph that calls the function still inlines it.
 
     Used for hooks. torch calls a compiled module's hooks outside of its graph, and Dynamo would take
     0.1 s to compile each, without benefit. `torch._dynamo.skip` also breaks graphs that call the function.

@@ -251,7 +251,7 @@ def no_sync_of_torch(module: Any) -> Iterator[None]:
 
 
 def replicate_by_torch(module: nn.Module, **options: Any) -> None:
-    """Apply torch's composable `replicate`, which uses torch's DDP; options that are None are omitted. Loads it."""
+    """Apply torch's composable `replicate`, which uses torch's DDP, with the options that are not None. Imports it."""
     from torch.distributed._composable.replicate import replicate
 
     replicate(module, **{name: value for name, value in options.items() if value is not None})

@@ -43,7 +43,7 @@ def adding_cannot_be_traced(gradient: torch.Tensor | None) -> bool:
 
 
 def laid_out_as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the layout of `like` and local shard `part`, in `part`'s memory: `local_tensor` inverted."""
+    """Return a tensor with the layout of `like` and local shard `part`, in its memory: inverse of `local_tensor`."""
     return from_part(part, like) if is_dtensor(like) else part
 
 

@@ -163,7 +163,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def refill_constants(graph_module: fx.GraphModule) -> None:
-    """Replace each constant of a captured graph whose elements are all equal by an `aten.full` in each backward.
+    """Replace each constant of a captured graph whose elements are all equal by an `aten.full` that runs in the graph.
 
     AOTAutograd caches backwards as pickles. Loading one traces it with torch.fx, which evaluates calls without tensor
     arguments to constants (torch 2.13). A constant lives as long as the code. The zeros for an embedding's gradient
@@ -215,7 +215,7 @@ class GradientLike(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """The existing gradient, `None` if it is absent or not a graph input, and the gradient added to it."""
+    """Gradients of one accumulation: the existing one, `None` if absent or no graph input, and the one to be added."""
 
     old: fx.Node | None
     new: fx.Node
@@ -247,7 +247,7 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
     """Return the inner tensors from which a `make_subclass` node builds its DTensor, [] if unknown or another node.
 
     Compiled autograd passes every output of AOTAutograd's backward to each such node, which reads only a few (torch
-    2.13, `proxy_subclass_constructor`). By its arguments alone each node would depend on the whole backward.
+    2.13, `proxy_subclass_constructor`). By its arguments alone each node seems to depend on the whole backward.
     """
     if getattr(node.target, "__name__", "") != "make_subclass" or not inspect.isfunction(node.target):
         return []
@@ -262,7 +262,7 @@ def unchanged_by_prologue(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> dic
     """Return a map from each node that AOTAutograd's prologue returns unchanged to its equal operand, both by name.
 
     `values`: fake tensors of nodes. The prologue may also copy a gradient into another memory format. It is a closure,
-    and AOTAutograd caches no graph with one.
+    and AOTAutograd caches no graph that has a closure.
     """
     found: dict[str, str] = {}
     for node in graph.nodes:
@@ -282,7 +282,7 @@ def make_cacheable(graph: fx.Graph) -> None:
 
     Built-in autograd functions are called by their names; a custom one has a number, so a graph with it is not cached.
     A backward that AOTAutograd's cache returns with its forward has other node names and `aten.full` calls than a
-    compiled one (see `refill_constants`). Both get the same ones here: a warm start then finds the captured backward.
+    compiled one (see `refill_constants`). Here both get the same names and calls: a warm start then finds cached code.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
         dtype, device = node.kwargs.get("dtype"), node.kwargs.get("device")

@@ -133,8 +133,8 @@ def lower_as_call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_first(buffer: Any, users: Sequence[Any]) -> None:
-    """Schedule first the call without inputs that creates `buffer`, then `users`, which write into its memory: a
-    dependency that Inductor does not see. Inductor never reuses the memory for another buffer."""
+    """Make Inductor schedule the call (without inputs) that creates `buffer` before `users`, which write into the
+    buffer: Inductor does not see this dependency. Also keep Inductor from reusing the memory for another buffer."""
     graph = _state.graph
     operation = buffer.get_defining_op()
     graph.operations.remove(operation)

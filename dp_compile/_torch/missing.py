@@ -25,7 +25,7 @@ def named() -> Iterator[None]:
 
 
 def loaded(module: str, *names: str) -> Any:
-    """Return a (nested) attribute of a torch module, or without `names` the module; `None` if that is not imported."""
+    """Return a (nested) attribute of a torch module, the module if `names` is empty, `None` before its import."""
     found: Any = sys.modules.get(module)
     for name in names if found is not None else ():
         found = getattr(found, name)

@@ -48,8 +48,8 @@ def steps_in_backward(parameter: torch.Tensor) -> bool:
 
 
 def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Make GradScaler always call `step()` and store its inf check in `optimizer.found_inf`. Returns a function that
-    undoes it. Undo it: a scaler leaves unscaling and skipping to a marked optimizer, and only fused ones do both."""
+    """Mark an optimizer: GradScaler then always calls `step()` and stores its inf check in `found_inf`. Returns the
+    function to unmark it, to be called: a scaler expects a marked optimizer to unscale and skip, as fused ones do."""
     if "_step_supports_amp_scaling" in vars(optimizer):
         return lambda: None
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]

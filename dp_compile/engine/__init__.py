@@ -1,1 +1,1 @@
-"""Every backward: dispatch to a captured or eager run, gradient hooks, checks between ranks, and the hang monitor."""
+"""What happens in a backward: a captured or an eager run, gradient hooks, checks between ranks, a monitor for hangs."""

@@ -1,16 +1,16 @@
-"""Entry of every backward that Python starts: finds the modules it reaches, and captures it or runs it eagerly.
+"""Entry of every backward that Python starts: finds its replicated modules, captures the backward or runs it eagerly.
 
 The entry wraps the autograd engine while replicated modules exist. Backwards that reach none of them run unchanged.
 
-| forward of the module            | reduced by                                                        |
+| forward of the module            | gradients are reduced by                                          |
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, captured with the backward as one graph                    |
-| not compiled; compiled, and the  | hooks, run eagerly: the same collectives; logs the reason once    |
-| capture is not possible, failed, |                                                                   |
-| or not worth its time            |                                                                   |
+| not compiled; compiled, but the  | hooks that run eagerly, with the same collectives; the reason is  |
+| capture is not possible, failed, | logged once                                                       |
+| or the graph is still too rare   |                                                                   |
 
-A nested backward (reentrant checkpointing) belongs to the outermost one, at whose end its gradients are reduced. A
-backward is nested if a graph task or a `BackwardState` exists. Both are tested: a captured backward has no graph
+Gradients of a nested backward (reentrant checkpointing) are reduced at the end of the outermost backward. A backward
+is nested if a graph task or a `BackwardState` exists at its start. Both are tested: a captured backward has no graph
 task, and the engine's threads for accelerators do not have our thread-local `BackwardState`.
 """
 
@@ -81,7 +81,7 @@ def compiled_backward() -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """The arguments of an engine call, by the engine's names. A tuple, because every backward creates one."""
+    """The arguments of a call of autograd's engine, by its names. A tuple, because every backward has to create one."""
 
     tensors: Sequence[Any]
     grad_tensors: Sequence[Any]
@@ -92,7 +92,7 @@ class _Call(NamedTuple):
     accumulate_grad: bool = False
 
     def run(self, *, is_inner: bool = False) -> tuple[torch.Tensor, ...]:
-        """Run the engine. If another thread's capture blocks an outermost backward, nothing has run yet: retry."""
+        """Run the engine. Retries an outermost backward that another thread's capture blocked before anything ran."""
         deadline: float | None = None
         while True:
             try:
@@ -147,7 +147,7 @@ def _run_outermost(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...
 
 
 def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tensor, ...]:
-    """Run a nested backward. `outermost` is None in the engine's accelerator threads and if C++ entered the engine."""
+    """Run a backward nested in `outermost`: None in the engine's accelerator threads and if C++ entered the engine."""
     replicas = _state_of(call).replicas
     if outermost is not None and replicas and current() is not None:
         _refuse_shared_nodes(outermost, call, replicas)
@@ -157,9 +157,9 @@ def _run_inner(outermost: BackwardState | None, call: _Call) -> tuple[torch.Tens
 
 
 def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Sequence[Replica]) -> None:
-    """Raise if a nested backward reaches a parameter through a node of the captured one: torch 2.13 loses gradients.
+    """Raise if nested and captured backward reach a parameter through the same node: torch 2.13 loses gradients there.
 
-    For example, a cast (of a policy or by hand) whose result is used both inside and outside of the checkpoint.
+    Such a node is, for example, a cast (of a policy or by hand) whose result is used inside and outside a checkpoint.
     """
     if outermost.nodes is None:
         outermost.nodes = {each for each in _nodes(outermost.outputs) if autograd.leaf_behind(each) is None}
@@ -179,7 +179,7 @@ def _refuse_shared_nodes(outermost: BackwardState, inner: _Call, replicas: Seque
 
 
 def _reduce_late(state: BackwardState) -> None:
-    """Reduce the modules that only nested backwards reached. Call it after the last of these has ended."""
+    """Reduce gradients of modules that only nested backwards reached. Call it after the last nested backward."""
     for replica, reduction_round in state.late.items():
         replica.history.backwards["eager hooks"] += 1
         with Watched([replica]), OneBackward([replica], keep_graph=False):
@@ -189,7 +189,7 @@ def _reduce_late(state: BackwardState) -> None:
 
 
 def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
-    """Warn if `torch.autograd.grad` returns local gradients: correct for a norm or a penalty, wrong for an update."""
+    """Warn that `torch.autograd.grad` returns local gradients, which are right for a penalty, wrong for an update."""
     found: dict[Replica, list[int]] = {}
     for replica, index in filter(None, map(owners.find, inputs)):
         if replica.state.sync and replica.group.world_size > 1:
@@ -239,7 +239,7 @@ def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.
 
 
 def _meet(state: BackwardState) -> None:
-    """Exchange data with other ranks before a reduction, in the protocol's order: first notify ranks without inputs."""
+    """Exchange data with other ranks before a reduction: first notify ranks without inputs, then compare parameters."""
     state.is_announced = True
     for replica in state.synced:
         replica.state.step_guard.begin()
@@ -252,7 +252,7 @@ def _meet(state: BackwardState) -> None:
 
 
 def _leave(state: BackwardState, error: BaseException) -> None:
-    """Complete this rank's part of the collectives after its backward failed."""
+    """After a backward failed on this rank, complete its collectives, so that other ranks do not wait for this one."""
     synced = state.synced
     if not any(replica.group.has_others for replica in synced):
         return
@@ -283,7 +283,7 @@ def _leave(state: BackwardState, error: BaseException) -> None:
 
 
 def _follow(state: BackwardState, error: BaseException) -> None:
-    """Take part in the steps after the reduction, for modules whose gradients the other ranks have."""
+    """After an error on this rank, join what follows a reduction, for modules whose gradients the other ranks have."""
     others = [replica for replica in state.synced if replica.state.step_guard.reduced]
     for replica in others:
         if replica not in state.completed:
@@ -295,7 +295,7 @@ def _follow(state: BackwardState, error: BaseException) -> None:
 
 
 def _check_inputs(replica: Replica, call: _Call) -> None:
-    """Raise if `backward(inputs=...)` omits parameters of a module that must not have unused ones."""
+    """Raise if `backward(inputs=...)` omits parameters of a module that must not have unused parameters."""
     if not call.inputs or replica.config.may_be_unused:
         return
     given = set(map(id, map(_leaf_of, call.inputs)))
@@ -308,7 +308,7 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
 
 
 def _run(state: BackwardState, call: _Call) -> tuple[torch.Tensor, ...]:
-    """Run a backward: captured, or eagerly if an obstacle prevents or ends its capture."""
+    """Run a backward: captured, or eagerly if an obstacle prevents the capture or the capture fails."""
     obstacle, is_refused = _obstacle(state, call), False
     if obstacle is None:
         # A local import: it loads Dynamo and Inductor, which a compiled forward has loaded already.
@@ -404,10 +404,10 @@ def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
 def complete_backward(
     replica: Replica, reduced: Mapping[str, torch.Tensor] | None = None, outputs: Sequence[Any] = ()
 ) -> None:
-    """Finish a synchronised backward on every rank: rescale, broadcast buffers, count it, and check its result.
+    """Finish a synchronised backward: rescale gradients, broadcast buffers, check gradients and parameters.
 
-    `reduced`: the reduced gradients by name if this rank contributed only zeros. `outputs`: the roots of this rank's
-    backward.
+    Every rank calls it. `reduced`: the reduced gradients by name, given only by a rank that contributed zeros.
+    `outputs`: the roots of this rank's backward.
     """
     if reduced is None and replica.state.uneven is not None:
         replica.state.uneven.rescale()
@@ -425,7 +425,7 @@ def complete_backward(
 
 
 def _state_of(call: _Call) -> BackwardState:
-    """Return the state of a backward with its modules: no modules for `torch.autograd.grad`: it accumulates nothing."""
+    """Return the state of a backward with its modules, none for `torch.autograd.grad`, which accumulates nothing."""
     if not call.accumulate_grad:
         return BackwardState(call.tensors)
     replicas, strangers, is_compiled = _search(call.tensors)
@@ -443,10 +443,10 @@ def _state_of(call: _Call) -> BackwardState:
 
 
 def _search(outputs: Iterable[Any]) -> tuple[set[Replica], list[torch.Tensor], bool]:
-    """Return the replicas reached, the parameters that no replica has, and whether the backward is compiled.
+    """Return the replicas that a backward reaches, parameters that no replica has, and whether it is compiled.
 
-    It is, if AOTAutograd compiled a part of its graph or `compiled_backward` is active. Walks the graph depth first
-    until the result is known. This usually takes a few nodes: a compiled backward, and a parameter next to it.
+    A backward is compiled if AOTAutograd compiled a part of its graph or `compiled_backward` is active. The walk, depth
+    first, ends when the result is known, usually after a few nodes: a compiled backward and a parameter next to it.
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
@@ -480,7 +480,7 @@ def _reached(outputs: Iterable[Any], replica: Replica) -> set[int]:
 
 
 def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph of tensors, edges or nodes, depth first."""
+    """Yield, depth first, the nodes of the autograd graph that starts at these tensors, gradient edges or nodes."""
     seen: set[Any] = set()
     stack = list(map(_node_of, outputs))
     while stack:
@@ -501,12 +501,12 @@ def _node_of(output: Any) -> Any:
 
 
 def _leaf_of(given: Any) -> torch.Tensor | None:
-    """Return the leaf of an element of `inputs`, which is a tensor or a gradient edge; `None` for an inner edge."""
+    """Return a tensor of `backward(inputs=...)` itself, the leaf of a gradient edge, `None` if the edge has no leaf."""
     return given if isinstance(given, torch.Tensor) else autograd.leaf_behind(getattr(given, "node", None))
 
 
 def _obstacle(state: BackwardState, call: _Call) -> str | None:
-    """Return why this backward cannot be captured, `None` if it can."""
+    """Return why this backward cannot be captured, `None` if it can be captured."""
     replicas = state.replicas
     if not state.synced:
         return "no gradient in it is reduced"  # autograd runs AOTAutograd's code: a capture would only cost compilation
@@ -554,7 +554,7 @@ def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
 
 
 def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
-    """Return why this autograd graph is not captured: a capture failed before, or it is too rare to compile yet."""
+    """Return why this autograd graph is not captured: a capture failed before, or the graph is still too rare."""
     history = replicas[0].history
     compiled = len(history.captures) - history.captures_of_other_plans
     all_at_once = compiled < AT_ONCE or replicas[0].state.is_dry_run

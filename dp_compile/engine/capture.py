@@ -31,7 +31,7 @@ logger = logging.getLogger("dp_compile.capture")
 
 
 class CapturedBackward:
-    """A compiled-autograd graph, with compiled code for each binding seen so far. Holds no reference to a model."""
+    """A compiled-autograd graph and code for each binding to parameters so far. Holds no reference to a model."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         dynamo.refill_constants(graph_module)
@@ -85,7 +85,7 @@ class CapturedBackward:
         return self._run_uncompiled(replicas, inputs, rest)
 
     def _bind(self, backward: window.BackwardState, inputs: Sequence[Any], hooks: Sequence[Any]) -> Binding:
-        """Return the binding of this backward. Fast path: usually the same as in the previous backward."""
+        """Return the binding of the graph's inputs to parameters in this backward: usually the previous binding."""
         replicas, sites = backward.replicas, self._sites
         wanted = tuple(backward.wanted.get(replica, ()) for replica in replicas)
         mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
@@ -123,7 +123,7 @@ class CapturedBackward:
         return binding
 
     def _finalize_plans(self, replicas: Sequence[Replica], binding: Binding, values: Values) -> bool:
-        """Finalize the plans that await the graph of a first backward, before tracing. Return whether it found any."""
+        """Before tracing, finalize plans that await a first captured graph. Return whether there were such plans."""
         synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.planning.awaits_graph]
         assumed = [each for each in synced if each.planning.ready.basis == ASSUMED]
@@ -144,12 +144,12 @@ class CapturedBackward:
         return bool(awaited)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        """Run the graph without compiling it; the hooks launch the same collectives as compiled code."""
+        """Run the graph without compiling it. Its hooks launch the collectives that compiled code would launch."""
         return reduce_eagerly(replicas, lambda: torch.compiler.disable(self._graph_module.forward)(inputs, *rest))
 
 
 def _refuse_shards(hooks: Sequence[Any]) -> None:
-    """Raise if a `fully_shard` hook is captured: gradients then differ from those of an eager backward (measured)."""
+    """Raise if the graph has a hook of `fully_shard`: gradients would differ from eager ones, as was measured."""
     if any(map(distributed.is_hook_of_fully_shard, hooks)):
         raise ReductionError(
             "a captured backward reaches a module that fully_shard manages. Call replicate() on a module around it, "
@@ -168,7 +168,7 @@ def estimates_of(
 ) -> dict[GradientId, Shares]:
     """Estimate when each gradient is ready, from the graph and its `fake_values`; empty if a shape is unknown.
 
-    Unknown are shapes that depend on data, and those of gradients that a user's hook replaces.
+    A shape is unknown if it depends on data, or if a user's hook replaces the gradient.
     """
     nodes = graph_module.graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
     node_of = dict(zip(sites.accumulations, nodes, strict=True))

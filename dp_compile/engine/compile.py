@@ -1,4 +1,4 @@
-"""Compiled code of a captured backward, and the state that one run of it needs."""
+"""Compiled code of a captured backward, and the state that this code needs while it runs."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ QUIET_BACKWARDS: Final = 10
 
 
 class NotTraced(DPCompileError):
-    """Dynamo did not trace the captured backward; none of it has run."""
+    """Dynamo did not trace the captured backward, of which nothing has run."""
 
 
 class OtherMemory(DPCompileError):
-    """Code that updates parameters got inputs that alias differently than at compilation; none of it has run."""
+    """Inputs of compiled code with updates alias differently than at compilation. Nothing of the code has run."""
 
 
 class CompiledBackward:
-    """Compiled code of a captured graph for one binding. Holds no reference to a model between runs."""
+    """Compiled code of a captured graph for one binding of inputs to parameters. Holds no model between runs."""
 
     def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
         self.has_begun = False  # its code has started to run and may have consumed its inputs
@@ -113,7 +113,7 @@ class CompiledBackward:
         return outputs
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """Yield each replica's flags and existing gradients of unused parameters, in the order of `with_reductions`."""
+        """Yield each replica's flags and existing gradients of unused parameters, as the graph's last inputs."""
         for ordinal in self._graph.synced:
             for index in sorted(replicas[ordinal].module.dtensors.intersection(self._graph.unused[ordinal])):
                 lay_out(replicas[ordinal].parameters[index])  # its gradient is of earlier, unsynchronised backwards
@@ -157,9 +157,9 @@ class CompiledBackward:
     # --- compilation
 
     def _needed_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return which of Dynamo's guards to check: not those of parameters, which the binding and compiled
-        autograd's key (dtype, device, `requires_grad`) determine. Parameters that may change their memory format keep
-        theirs. With 500 parameters a backward of one rank took 6.0 ms with all guards, 5.4 ms with these (2 cores).
+        """Return for each of Dynamo's guards whether to check it: guards of parameters are needless, because binding
+        and compiled autograd's key (dtype, device, `requires_grad`) cover them, unless the memory format may change.
+        With 500 parameters a backward of one rank took 6.0 ms with all guards, 5.4 ms with these (2 cores).
         """
         hooked = [
             self._replicas[ordinal].parameters[index] for ordinal, index in filter(None, self._graph.binding.hooked)
@@ -242,7 +242,7 @@ class CompiledBackward:
         return compiled
 
     def _runs(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
-        """Wrap compiled code to provide the state that its ops read. `shares`: `_memory_of` the example inputs."""
+        """Return compiled code wrapped to set the state that its ops read. `shares`: `_memory_of` at compilation."""
 
         def run(*args: Any) -> Any:
             if self._memory_of(args) != shares:
@@ -275,7 +275,7 @@ class CompiledBackward:
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
-    """Warn of a compilation during training. It makes the step many times as long as others."""
+    """Warn of a compilation during training, which makes a step many times as long as other steps."""
     for replica in replicas:
         done = replica.history.synced_backwards
         quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
@@ -291,12 +291,12 @@ def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
 
 
 def _memory_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, a unique negative number for a tensor without memory."""
+    """Return the address of a tensor's storage or, if it has no memory, a negative number that no other tensor has."""
     return (tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0) or -id(tensor)
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    """Yield inputs in the order in which AOTAutograd passes them on: with lists flattened."""
+    """Yield inputs as AOTAutograd passes them on to compiled code: with lists and tuples flattened."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _flat(value)
@@ -311,7 +311,7 @@ _USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.
 
 
 def described(error: BaseException) -> str:
-    """Return the place and, in 100 characters, the reason of a failed capture. Dynamo's first line names no cause."""
+    """Return where and, in 100 characters, why a capture failed. The first line of Dynamo's error names no cause."""
     text = str(error)
     first_line, *_ = text.strip().split("\n")
     more = _CONTEXT.search(text) or _EXPLANATION.search(text)

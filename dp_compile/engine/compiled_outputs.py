@@ -1,4 +1,4 @@
-"""Corrections of the gradients that AOTAutograd's code returns in an eager backward, to match a captured one."""
+"""Corrections of gradients from AOTAutograd's code in an eager backward, to equal those of a captured backward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dp_compile.replica.replica import Replica, owners
 class CorrectedOutputs:
     """A context that corrects two faults of torch 2.13, which `torch.compile` also has without this package.
 
-    **Hooks of unused parameters.** A mixed precision policy casts every parameter at the start of a forward. The code
-    of a batch that skips some of them has their casts but returns no gradient for them. The engine passes None on and
-    then calls their hooks. This context disables these hooks, the user's too, because the parameters are unused.
+    **Hooks of unused parameters.** A mixed precision policy casts every parameter at the start of a forward. Code for
+    a batch that skips some parameters has their casts but returns no gradient for them. The engine passes None on and
+    calls their hooks nevertheless. This context disables all hooks of such parameters, those of the user too.
 
-    **Gradients that share memory.** Inductor removes the copies that autograd made (`remove_noop_ops`). Adding to one
-    such gradient, or clipping it, then changes the other too. This context gives each its own memory.
+    **Gradients that share memory.** Inductor removes the copies that autograd made (`remove_noop_ops`). Two gradients
+    may then share memory: adding to one, or clipping it, changes both. This context copies one of them.
     """
 
     nodes: Iterable[Any]  # AOTAutograd's backward nodes in the graph

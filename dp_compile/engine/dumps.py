@@ -1,14 +1,14 @@
-"""Dumps of a captured backward at each compile stage, in torch's structured trace: `TORCH_TRACE=DIR`, then `tlparse`.
+"""Dumps of a captured backward at each compile stage, in torch's structured trace (`TORCH_TRACE=DIR`, then `tlparse`).
 
 dp_compile-plan                     the buckets
 dp_compile-0-captured               the backward after compiled autograd and Dynamo
 dp_compile-1-analysed               the ATen graph at the start of our pipeline, with the reductions found
-dp_compile-2-bucket-reductions      the graph after a pass of this name
+dp_compile-2-bucket-reductions      the graph after the pass `bucket-reductions`; further passes follow
 dp_compile-..-to-inductor           Inductor's final graph, from which it generates code
-dp_compile-..-code                  the generated code; with `aot_eager` that of the final graph
+dp_compile-..-code                  the generated code; with `aot_eager`, the Python code of the final graph
 
 Each graph is dumped as an outline with its buckets and collectives, followed by torch's own print. If the compilation
-fails, later stages are missing. Dumps never change a graph or fail a training.
+fails, later stages are missing. A dump never changes a graph, and an error while dumping never ends a training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def are_wanted() -> bool:
 
 
 class Dump:
-    """The dump of one captured backward. Its compilation bypasses caches, so that code is generated.
+    """The dump of one captured backward, which is compiled without caches, so that there is code to dump.
 
     `plans`: one for each module in the backward.
     """
@@ -49,7 +49,7 @@ class Dump:
         self._write("plan", lambda: "\n\n".join(map(str, plans)) + "\n")
 
     def stage(self, name: str, graph: fx.Graph) -> None:
-        """Write the graph of a stage."""
+        """Write the graph as of the compile stage `name`."""
 
         def text() -> str:
             short = outline(graph, self._plans)

@@ -1,4 +1,4 @@
-"""Flags that ranks reduce in the last bucket of each synchronised backward, and their checks (`plan/flags.py`)."""
+"""Flags that ranks reduce in the last bucket of each synchronised backward, and checks of the reduced flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_UNREAD: Final = 2
 
 @dataclass(eq=False, slots=True)
 class _Reduced:
-    """Reduced flags being copied to the host asynchronously: a blocking read would stall a GPU in each step."""
+    """Reduced flags and their asynchronous copy to the host: a blocking read would stall a GPU in each step."""
 
     flags: torch.Tensor
     unused: tuple[int, ...]
@@ -50,7 +50,7 @@ class _Reduced:
 
 @dataclass(eq=False, slots=True)
 class _Flags:
-    """The flags of one replica."""
+    """Flags of one replica: those sent last, those not read yet, and the last ones without a fault."""
 
     sent: tuple[tuple[object, ...], torch.Tensor] | None = None  # key and tensor of the flags sent last
     unread: deque[_Reduced] = field(default_factory=deque)
@@ -66,7 +66,7 @@ def _of(replica: Replica) -> _Flags:
 
 
 def start_again(replica: Replica) -> None:
-    """Reset the state after a change of the group's ranks: their counts differ, and unread flags concern old ranks."""
+    """Forget a replica's flags when its group has new ranks: counts differ, and unread flags concern the old ranks."""
     _flags.pop(replica, None)
     _settled.pop(replica.group.name, None)
 
@@ -124,7 +124,7 @@ def in_one_line(error: BaseException, most: int = 200) -> str:
 
 
 def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
-    """Raise `VoidBackwardError` if flags on the host report a failed rank. Call it before gradients are used."""
+    """Raise `VoidBackwardError` if flags report a failed rank, on CPUs only. Call it before gradients are used."""
     if not (replica.group.has_others and flags.is_cpu) or _are_fine(replica, flags):
         return
     if is_failed(flags[len(replica.parameters) :].tolist()):
@@ -134,10 +134,10 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
 
 
 def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor, left_alone: Container[int]) -> None:
-    """Store the new state of a comm hook for a bucket.
+    """Store the new state that a functional comm hook returned for a bucket.
 
-    Keep the old state if no rank gets an average: the backward of a rank failed, or no rank used the parameter
-    (`left_alone`). The content of the bucket is then still to be sent.
+    A gradient's old state is kept if no rank gets the average: the backward of a rank failed, or no rank used the
+    parameter (`left_alone`). What the old state holds back then still has to be sent.
     """
     more = flags[len(replica.parameters) :]
     holds = more[0] * more[NUMBER_BITS] == 0  # a failed rank sets bit 0 and its complement; no device sync
@@ -150,8 +150,8 @@ def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
     """Check the reduced flags of a backward. `unused`: parameters without a gradient on this rank.
 
-    Raises the errors of `_judge`. An error that only other ranks have is raised immediately on a CPU, and up to
-    `MAX_UNREAD` backwards later on a GPU.
+    Raises `VoidBackwardError`, `DesyncError` or `ReductionError`. If only other ranks report an error, it is raised
+    immediately on a CPU, and up to `MAX_UNREAD` backwards later on a GPU.
     """
     _settled[replica.group.name] += 1
     local, checks = replica.state.step_guard, replica.config.check_reductions
@@ -173,7 +173,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
 
 
 def _are_fine(replica: Replica, flags: torch.Tensor) -> bool:
-    """Return whether flags on the host equal the last ones without a fault. The fast path: one comparison."""
+    """Return whether flags in host memory equal the latest flags without a fault: a fast path, one comparison."""
     fine = _of(replica).fine
     return fine is not None and torch.equal(flags, fine)
 
@@ -239,7 +239,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 
 def _who_moved(replica: Replica, reduced: _Reduced) -> str:
-    """Return the messages of ranks that missed a step, otherwise a message that `no_sync` differs between ranks."""
+    """Return the messages of ranks that missed a step, else a text that suspects `no_sync` on some ranks only."""
     channel = channel_of(replica) if reduced.event is None else None
     missed = all_gather_object(channel, f"dp_compile.missed/{replica.module.topic}/{reduced.number}", reduced.missed)
     return "; ".join(filter(None, missed)) or (
@@ -250,7 +250,7 @@ def _who_moved(replica: Replica, reduced: _Reduced) -> str:
 
 
 def _unused_message(replica: Replica, reduced: _Reduced) -> str:
-    """Return which rank left out which parameters. No gather on GPUs, where ranks read flags in different backwards."""
+    """Return which ranks left out which parameters. Asks no rank on GPUs: ranks read flags in different backwards."""
     here, channel = reduced.unused, channel_of(replica) if reduced.event is None else None
     where: dict[str, list[int]] = {"this rank": list(here)}
     if channel is None:

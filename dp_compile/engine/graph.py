@@ -8,9 +8,9 @@
       return []                               reduce the missing gradients and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
 
-In most graphs without user code, ops replace these functions and `.grad` is set after the graph, which reduces
-Dynamo's tracing time. Each graph reduces every gradient of the plan, including those that this rank's backward did not
-produce: every rank runs the same collectives.
+In most graphs without user code, ops replace `accumulate_grad` and `reduce_accumulated`, and `.grad` is set after the
+graph, which reduces Dynamo's tracing time. Each graph reduces every gradient of the plan, including those that this
+rank's backward did not produce, because every rank runs the same collectives.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The parameters that the sites of a graph refer to in one backward. Equal bindings share compiled code."""
+    """The parameters to which accumulations and hook calls of a graph refer in one backward. Equal ones share code."""
 
     code_keys: tuple[tuple[str, bool], ...]  # per replica
     hooked: tuple[GradientId | None, ...]  # per entry of `sites.hook_calls`; `None`: not a hook of these replicas
@@ -79,7 +79,7 @@ class InBackward:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A captured graph with its binding, and the reductions and updates that follow from it."""
+    """A captured graph with its binding, and the reductions and updates that follow from this binding."""
 
     graph_module: fx.GraphModule
     sites: Sites
@@ -122,7 +122,7 @@ def bind(
     replicas: Sequence[Replica],
     values: Values,
 ) -> CapturedGraph:
-    """Return the captured graph of these replicas with the reductions and updates of one binding."""
+    """Return the captured graph with one binding, and with the reductions and updates of its replicas."""
     used = tuple(
         tuple(sorted(index for of, index in filter(None, binding.hooked) if of == ordinal))
         for ordinal in range(len(replicas))
@@ -163,9 +163,9 @@ def _updates_of(
 
 
 def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """Return a copy of the graph with reductions, and the positions of the parameters whose gradients it returns.
+    """Return a copy of the graph with reductions, and the positions of parameters whose `.grad` is set after its run.
 
-    Its outputs: the old ones; reduced flags and missing gradients; gradients to assign to `.grad`.
+    The copy returns the old outputs; then reduced flags and missing gradients; then gradients to assign to `.grad`.
     """
     builder = _Builder(captured, replicas)
     builder.skip_prologues()
@@ -210,7 +210,7 @@ class _Builder:
         return bool(of_others) or not all(each in known or dynamo.computes_only(each) for each in called)
 
     def skip_prologues(self) -> None:
-        """Use the operands of AOTAutograd's prologue in place of its results where they are equal."""
+        """Replace each result of AOTAutograd's prologue that equals an operand of the prologue by this operand."""
         for node, same in ((self.copied[each], self.copied[of]) for each, of in self.captured.unchanged.items()):
             prologue = node.args[0]
             node.replace_all_uses_with(same)
@@ -219,9 +219,9 @@ class _Builder:
                 self.graph.erase_node(prologue)
 
     def accumulate_by_ops(self) -> None:
-        """Accumulate by ops, without setting `.grad`, if these support all gradients and no user code could see it.
+        """Accumulate by ops, which do not set `.grad`, if they support all gradients and the graph has no user code.
 
-        For each parameter, Dynamo takes 18 ms of CPU time for the functions and 8 ms for these ops (600 parameters).
+        For each parameter, Dynamo takes 18 ms of CPU time to trace the functions, 8 ms for the ops (600 parameters).
         """
         sites, binding = self.captured.sites, self.captured.binding
         parameters = [each for replica in self.replicas for each in replica.parameters]
@@ -278,7 +278,7 @@ class _Builder:
         return reduced
 
     def complete(self) -> list[fx.Node]:
-        """Insert the reductions that replace no hook: flags and unused parameters. Return the reduced nodes."""
+        """Insert reductions of flags and unused parameters, for which no hook is called. Return the reduced nodes."""
         results: list[fx.Node] = []
         for ordinal in self.captured.synced:
             replica, done = self.replicas[ordinal], dict[int, fx.Node]()
@@ -292,8 +292,8 @@ class _Builder:
     def source(self, ordinal: int, index: int) -> fx.Node:
         """Return this rank's contribution for the flags (the index after the last parameter) or an unused parameter.
 
-        Either zeros or the next of `CompiledBackward._extra_inputs`, which follow the engine's inputs. They are read at
-        the start of the graph, because compiled code empties the list of inputs.
+        It is zeros, or the next extra input (`CompiledBackward._extra_inputs`) after the engine's inputs. The graph
+        reads extra inputs at its start, because compiled code empties the list of inputs.
         """
         parameters = self.replicas[ordinal].parameters
         if index == len(parameters) or (ordinal, index) in self.captured.binding.kept:
@@ -309,9 +309,9 @@ class _Builder:
 
 
 def reduce_accumulated(parameter: nn.Parameter, existing: bool, index: int, replica: int) -> torch.Tensor:
-    """Reduce `parameter.grad` as its hooks left it, in place if it existed before. Traced after the hooks.
+    """Reduce `parameter.grad` as the parameter's hooks left it, in place if there was a gradient before this backward.
 
-    If a hook set it to `None`, this rank contributes zeros, as with torch's DDP.
+    If a hook set `.grad` to `None`, this rank contributes zeros, as with torch's DDP.
     """
     in_place = (existing and parameter.grad is not None) or parameter.is_complex()
     grad = _accumulated(parameter)
@@ -325,7 +325,7 @@ def reduce_accumulated(parameter: nn.Parameter, existing: bool, index: int, repl
 
 
 def reduce_local_tensor(parameter: Any, existing: bool, index: int, replica: int) -> torch.Tensor:
-    """Reduce a DTensor's gradient as `reduce_accumulated`: redistribute as the parameter, reduce the local tensor."""
+    """Reduce a DTensor's gradient like `reduce_accumulated`: redistribute it like its parameter, reduce its shard."""
     grad: Any = redistributed_as(parameter, _accumulated(parameter))
     reduced = emit(grad.to_local(), index, replica)
     result = from_part(reduced, parameter)
@@ -338,7 +338,7 @@ def reduce_local_tensor(parameter: Any, existing: bool, index: int, replica: int
 
 
 def reduce_to_update(parameter: nn.Parameter, existing: bool, index: int, replica: int) -> torch.Tensor:
-    """Reduce as `reduce_accumulated`, for a parameter that is updated in the backward: `.grad` becomes `None`."""
+    """Reduce like `reduce_accumulated`, for a parameter that is updated in the backward: `.grad` becomes `None`."""
     reduced = emit(_accumulated(parameter), index, replica)
     parameter.grad = None
     return reduced

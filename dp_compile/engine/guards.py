@@ -1,12 +1,12 @@
-"""Guards of a module between backwards: unchanged since `replicate`, equal on all ranks, with finite gradients.
+"""Checks that a module is unchanged since `replicate`, equal on all ranks, and has finite gradients.
 
-- Unchanged: parameters may be replaced, added, unfrozen or moved. A captured backward is checked when its graph or
-  its tensors are new (`check_gradients_have_hooks`, `compile.py`), an eager one before it runs. A walk through a large
-  module takes milliseconds, so the guard walks only if a quick snapshot of its objects has changed.
+- Unchanged: no parameter was replaced, added, unfrozen or moved. A captured backward is checked when its graph or its
+  tensors are new (`check_gradients_have_hooks`, `compile.py`), an eager one before it runs. A walk through a large
+  module takes milliseconds, so it happens only if a quick snapshot of the module's objects has changed.
 - Equal: if one rank alone loads weights or sets gradients by hand, the ranks train different models without an error.
   At intervals a checksum of each parameter is all-reduced (maximum and minimum). The next synchronised backward reads
   the result, which is ready by then.
-- Finite: with `check_nan`.
+- Finite: reduced gradients have no NaN or infinity. Checked only with the option `check_nan`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
 
 
 def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:
-    """Raise `ReductionError` if `accumulated` has tensors of the module without a hook: frozen, replaced or added."""
+    """Raise `ReductionError` if `accumulated` has parameters without a hook: frozen, replaced or added ones."""
     present = set(map(id, accumulated))
     _refuse((_FROZEN, name, parameter) for name, parameter in replica.module.frozen if id(parameter) in present)
     if not _looks_as_before(replica):
@@ -125,7 +125,7 @@ def _remember(replica: Replica) -> None:
 
 
 def _look(replica: Replica, modules: _Modules) -> list[object]:
-    """Return a snapshot of the objects checked, by id: valid while all modules live. 0.5 ms per 1,000 modules."""
+    """Return a snapshot, by id, of the objects to check: valid while all modules live. 0.5 ms per 1,000 modules."""
     alive = [module for ref in modules if (module := ref()) is not None]
     parameters = [each for module in alive for each in module._parameters.values() if each is not None]
     children = [id(child) for module in alive if (below := module._modules) for child in below.values()]
@@ -154,7 +154,7 @@ def _without_hook(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _refuse(found: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-    """Raise `ReductionError` naming the parameters of the first reason in `found`, if any."""
+    """Raise `ReductionError` unless `found` is empty: with its first reason and all parameters of this reason."""
     names: dict[str, list[str]] = {}
     for why, name, _ in found:
         names.setdefault(why, []).append(name)
@@ -173,7 +173,7 @@ _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, without a bit pattern: Fibon
 
 @dataclass(eq=False, slots=True)
 class _Sums:
-    """Checksums of parameters being all-reduced."""
+    """Checksums of parameters, and the all-reduce of these checksums."""
 
     after: int  # number of backwards before the comparison
     local: bool
@@ -187,7 +187,7 @@ class _Sums:
 
 @dataclass(eq=False, slots=True)
 class _Comparisons:
-    """The comparisons of one replica."""
+    """State of the comparisons between ranks for one replica."""
 
     backwards: int = 0  # never decreases, unlike `synced_backwards`: equal on every rank
     sums: _Sums | None = None
@@ -227,18 +227,18 @@ def check_parameters(replica: Replica) -> None:
 
 
 def forget_comparison(replica: Replica) -> None:
-    """Drop the comparison in flight. It is of partially updated parameters, which a checkpoint has replaced."""
+    """Drop the comparison in flight: a checkpoint has replaced the partially updated parameters that it compares."""
     if (this := _comparisons.get(replica)) is not None:
         this.sums = None
 
 
 def start_again(replica: Replica) -> None:
-    """Restart comparisons when the group's ranks change: their counts of backwards differ."""
+    """Restart comparisons when the group has new ranks, whose counts of backwards differ."""
     _comparisons.pop(replica, None)
 
 
 def _differing(sums: _Sums) -> list[int]:
-    """Return the positions of `own` that differ between ranks. Blocks the host on a GPU, once in many backwards."""
+    """Return the positions of checksums that differ between ranks. Blocks the host on a GPU, once in many backwards."""
     if sums.work is not None:
         sums.work.wait()
     if sums.local:
@@ -248,8 +248,8 @@ def _differing(sums: _Sums) -> list[int]:
 
 
 def _launch(replica: Replica, after: int) -> _Sums:
-    """Launch the all-reduce of checksums. Skips embeddings with `max_norm`, because a forward rescales the rows that
-    its rank uses, and tensor subclasses, whose bits may not be readable."""
+    """Launch the all-reduce of checksums. Skips tensor subclasses, whose bits may not be readable, and embeddings with
+    `max_norm`, of which each rank's forward rescales only the rows that it uses."""
     local = replica.state.step_guard
     indices = tuple(
         index
@@ -270,12 +270,12 @@ def _launch(replica: Replica, after: int) -> _Sums:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a checksum per tensor, `(len(tensors),)` int64 on their device: equal for equal bits, else almost never.
+    """Return a checksum per tensor, int64 on the tensors' device: equal for equal bits, else almost certainly not.
 
-    Integer sums do not depend on the order of additions. Row and column sums have factors of their own, so swapped
-    values change the checksum. A factor per word would need a product as large as the tensor: 126 ms in place of 17
+    Integer sums do not depend on the order of additions. Each row and column sum has another factor, so swapped values
+    change the checksum. A factor for each 8 bytes would need a product as large as the tensor: 126 ms instead of 17 ms
     for 226 MB (one core). `torch.hash_tensor` is the XOR of all elements (torch 2.15). It is 0 for an even number of
-    equal elements, and equal for any order.
+    equal elements, and the same for any order of the elements.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -306,7 +306,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
-    """Return a text that names the parameter and the ranks. Gathers over the store: it runs once in a training."""
+    """Return a text that names a differing parameter and the ranks. Gathers over the store, but once in a training."""
     first, own = sums.indices[places[0]], int(sums.own[places[0] + 1])
     stated = all_gather_object(channel_of(replica), unique_topic(replica, "differing parameters"), own)
     usual = Counter(stated).most_common(1)[0][0]
@@ -325,12 +325,12 @@ def _describe(replica: Replica, sums: _Sums, places: Sequence[int]) -> str:
 
 
 def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor] | None, outputs: Sequence[Any]) -> None:
-    """Raise `ReductionError` on every rank if a reduced gradient has a NaN or an infinity. Reads one number back.
+    """Raise `ReductionError` on every rank if a reduced gradient has a NaN or an infinity. Copies a number to the host.
 
     `reduced`: gradients by name; `None`: those in `.grad`. `outputs`: the roots of this rank's backward.
 
     A non-finite contribution of one rank makes the reduced gradient non-finite on every rank, so all ranks take the
-    same branch. Only then do they exchange whether their loss was finite.
+    same branch. Only if it is non-finite do they exchange whether their loss was finite.
     """
     if reduced is None:
         grads = [(name, each.grad) for name, each in zip(replica.names, replica.parameters, strict=True)]
@@ -356,7 +356,7 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor] | None, o
 
 
 def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
-    """Return whether gradients are finite on all ranks. Ranks with different DTensor shards all-reduce the result."""
+    """Return whether gradients are finite on all ranks. Ranks with different DTensor shards combine their results."""
     checks = [grad.isfinite().all() for grad in grads]
     finite = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=replica.device)
     sharding = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))

@@ -2,8 +2,8 @@
 
 A hook marks the gradient of its parameter as complete, to be reduced once. In a captured backward `engine/graph.py`
 puts that reduction into the graph, after all hooks of the parameter. Otherwise the hook reports to a `ReductionRound`,
-which launches the plan's buckets in the plan's order. Both launch the same collectives, so a rank whose capture failed
-still works with ranks whose capture succeeded.
+which launches the plan's buckets in the plan's order. Graph and round launch the same collectives, so a rank whose
+capture failed still works with ranks whose capture succeeded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ResultT = TypeVar("ResultT")
 
 
 class GradHook:
-    """The hook of parameter `index` of a replica; autograd calls it after it has accumulated the gradient.
+    """The hook of parameter `index` of a replica; autograd calls the hook after accumulating the gradient.
 
     The garbage collector does not see a parameter's references to its hooks, so a hook must hold its replica weakly.
     """
@@ -74,7 +74,7 @@ class GradHook:
 
 @dataclass(frozen=True, slots=True)
 class UnsyncedGradients:
-    """The receiver of a backward without synchronisation. The next synchronised one reports the used parameters."""
+    """Receives calls of hooks in a backward without synchronisation, and records used parameters for the next flags."""
 
     replica: Replica
     existing: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class UnsyncedGradients:
 
 @dataclass(frozen=True, slots=True)
 class NoGradients:
-    """The receiver of a captured backward. The graph contains the reductions, so a hook that runs is an error."""
+    """Receives calls of hooks in a captured backward and raises: the graph reduces, so no hook should be called."""
 
     replica: Replica
 
@@ -106,7 +106,7 @@ class NoGradients:
 
 
 def receiver_of(replica: Replica) -> GradientReceiver | None:
-    """Return the receiver of a module's hooks in its current backward, `None` if no backward is in progress."""
+    """Return what a module's hooks report to in its current backward, `None` if no backward is in progress."""
     receiver = replica.state.receiver
     is_left_over = isinstance(receiver, ReductionRound) and receiver.is_left_over()
     return None if is_left_over else receiver
@@ -114,7 +114,7 @@ def receiver_of(replica: Replica) -> GradientReceiver | None:
 
 @contextlib.contextmanager
 def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
-    """Route the hooks of each module to its receiver in this block."""
+    """Context manager inside which the hooks of each module report to the receiver given for this module."""
     before = [(replica, replica.state.receiver) for replica in receivers]
     for replica, now in receivers.items():
         replica.state.receiver = now
@@ -126,7 +126,7 @@ def reporting(receivers: Mapping[Replica, GradientReceiver]) -> Iterator[None]:
 
 
 def install_hooks(replica: Replica) -> None:
-    """Register one hook on each parameter of a replica; `ModuleRefs.hook_handles` remove them."""
+    """Register one hook on each parameter of a replica. The handles that remove them: `ModuleRefs.hook_handles`."""
     replica.module.hook_handles = tuple(
         parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
         for index, parameter in enumerate(replica.parameters)
@@ -164,7 +164,7 @@ class ReductionRound:
         self.memory = state.bucket_memory.in_turn(self.replica.device) if keeps_memory else None
 
     def mark_ready(self, index: int) -> None:
-        """Record that the gradient of parameter `index` is accumulated, and launch the next buckets if complete."""
+        """Record that the gradient of parameter `index` is accumulated. Launch buckets that earlier calls completed."""
         if index in self.replica.module.dtensors:
             # Now, not when its bucket is filled: ranks that hold other shards of it may have another plan.
             lay_out(self.replica.parameters[index])
@@ -189,7 +189,7 @@ class ReductionRound:
         return self.graph_task is not None and self.graph_task != autograd.graph_task()
 
     def finish(self) -> None:
-        """Contribute zeros for missing gradients, wait for all buckets and set `.grad`. Raises as `read_flags`."""
+        """Contribute zeros for missing gradients, wait for buckets, set `.grad`. Raises the errors of `read_flags`."""
         replica, everything = self.replica, range(len(self.replica.parameters))
         try:
             if not self.absent and len(self.arrived) < len(everything):
@@ -236,7 +236,7 @@ class ReductionRound:
                 ops.work.wait()
 
     def _wait(self) -> dict[int, torch.Tensor]:
-        """Wait for all buckets and return their averages by index. Scattered buckets go to `after.parts_to` instead."""
+        """Wait for all buckets and return averages by parameter index. Scattered buckets go to `after.parts_to`."""
         reduced: dict[int, torch.Tensor] = {}
         for number, (ops, reducing) in enumerate(self.flights):
             tensor = finished(reducing)
@@ -248,7 +248,7 @@ class ReductionRound:
         return reduced
 
     def _set_grads(self) -> None:
-        """Set completed gradients to their averages, in place or as a view of the bucket; None if scattered."""
+        """Set each completed `.grad` to its average, in place or as a view of the bucket, or to None if scattered."""
         replica, is_plain = self.replica, self.replica.module.is_plain
         scattered, parameters = replica.after.scattered, replica.parameters
         for index in self.arrived:
@@ -344,7 +344,7 @@ def reduce_eagerly(
 ) -> ResultT:
     """Run a backward without capture; its hooks reduce the gradients of these modules, in this order.
 
-    `create_graph`: gradients stay in their autograd graph, so none aliases a bucket. `reached`: see `ReductionRound`.
+    `create_graph`: gradients stay in autograd graphs, so none aliases a bucket. `reached`: as in `ReductionRound`.
     """
     synced = [replica for replica in replicas if replica.reduces]
     finalize_plans(synced)
@@ -380,7 +380,7 @@ def reduce_eagerly(
 
 
 def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
-    """Complete this rank's collectives of a backward that failed on it, so no rank waits and no receive is pending.
+    """Complete the collectives of a backward that failed on this rank, so no rank waits and no receive is pending.
 
     `launches`: the number of launched collectives per module, in the order of reduction.
     """
@@ -411,10 +411,10 @@ def launches_so_far(replica: Replica) -> int:
 
 
 def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) -> None:
-    """Hold the launches of a module that a nested backward reaches: its gradients belong to the outermost backward.
+    """Launch nothing before the outermost backward ends for a module that a nested backward reaches.
 
-    `late` receives the round of a module that the outermost backward does not reach; the caller finishes it at the end.
-    `None`: an engine callback finishes it.
+    `late` receives the round of a module that only nested backwards reach; the caller then finishes the round at the
+    end. `None`: an engine callback finishes the round.
     """
     receiver = receiver_of(replica) or _open_round(replica, late)
     if isinstance(receiver, ReductionRound):
@@ -422,8 +422,8 @@ def await_inner(replica: Replica, late: dict[Replica, ReductionRound] | None) ->
 
 
 def _open_round(replica: Replica, late: dict[Replica, ReductionRound] | None = None) -> GradientReceiver:
-    """Return the receiver for a module whose backward `engine/backward.py` did not see begin. Raises ReductionError
-    inside `join`, or if an update must follow the backward: only `engine/backward.py` runs it."""
+    """Return the receiver of a module's hooks in a backward that `engine/backward.py` did not start. Raises
+    ReductionError inside `join`, or if an update must follow the backward: only `engine/backward.py` runs updates."""
     if replica.state.sync and (not replica.state.reduces_gradients or replica.after.parts_to is not None):
         what = "sharded optimizer" if replica.state.reduces_gradients else "step at the end of each backward"
         raise ReductionError(

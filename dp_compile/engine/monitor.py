@@ -63,7 +63,7 @@ def explain(topic: str, own: Progress, buckets: Sequence[str], statuses: Mapping
 
 
 def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStatus | None) -> tuple[int, str]:
-    """Return 2 if this rank waits for the other, 1 if the other failed because of third ranks, else 0; and a text."""
+    """Return 2 if this rank waits for another, 1 if that rank failed because of third ranks, else 0; and a text."""
     if status is None:
         return 2, "is not responding (killed, suspended, cut off, or blocked in native code). Look at its log first"
     if (other := status.modules.get(topic)) is None:
@@ -87,7 +87,7 @@ def _verdict(topic: str, own: Progress, buckets: Sequence[str], status: RankStat
 
 
 class Watched:
-    """A context of a backward: adds the late rank to communication errors. torch's become `CommunicationError`."""
+    """A context of a backward: adds the late rank to communication errors, raises torch's as `CommunicationError`."""
 
     __slots__ = ("_bases", "_replicas", "_since_s", "_warnings", "thread")
 
@@ -105,7 +105,7 @@ class Watched:
         return self
 
     def count_from_here(self) -> None:
-        """Reset the count of collectives: those launched before are not of the plan."""
+        """Restart the count of collectives: those launched earlier in the backward reduce no bucket of the plan."""
         self._bases = {topic: _launched(replica) for topic, replica in self._replicas.items()}
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -153,7 +153,7 @@ class Watched:
         return -1 if replica is None else _launched(replica) - self._bases[topic]
 
     def warn_if_stuck(self) -> None:
-        """Log the late rank if the backward is stuck, again whenever the wait doubles. Called by the monitor thread."""
+        """Log the late rank if the backward is stuck, again after twice the time, and so on. The monitor calls this."""
         if _place(self.thread).startswith(COMPILING):
             self._since_s = time.monotonic()
         limit_s, waited_s = monitor_after_s(), time.monotonic() - self._since_s
@@ -171,7 +171,7 @@ _failed: Final[dict[str, tuple[str, bool]]] = {}
 
 
 def _launched(replica: Replica) -> int:
-    """Return the number of collectives launched globally and between nodes: one per bucket, unless a hook has more."""
+    """Return how many collectives were launched, without those inside nodes: one per bucket, or more with a hook."""
     groups, levels = [replica.group.process_group], replica.group.levels
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))
@@ -179,7 +179,7 @@ def _launched(replica: Replica) -> int:
 
 
 def _is_launched_once(bucket: Bucket) -> bool:
-    """Return whether `_launched` counts a bucket as one. Paired sends are no collective."""
+    """Return whether `_launched` counts one collective for a bucket. Paired sends are not counted as collectives."""
     ops = [stage.op for stage in bucket.key.reduction.stages if stage.link != INSIDE]
     return ops in ([ALL_REDUCE], [REDUCE_SCATTER])
 
@@ -198,7 +198,7 @@ def _place(thread: int | None) -> str:
 
 
 class Monitor:
-    """The monitor thread and the state that it shares with other threads. Holds no replica while it sleeps."""
+    """The monitor thread and the state that it shares with other threads. The sleeping thread holds no replica."""
 
     def __init__(self) -> None:
         self._lock, self.wake = threading.RLock(), threading.Event()
@@ -295,7 +295,7 @@ _inherited: list[distributed.Store | None] = []
 
 
 def _start_after_fork() -> None:
-    """Reset the monitor in a forked child, which has no thread. The parent's connection must not even be closed."""
+    """Reset the monitor in a forked child, which has no monitor thread and must not close the parent's connection."""
     _inherited.append(MONITOR._store)
     MONITOR.__init__()  # type: ignore[misc]
     _backwards.clear()

@@ -1,9 +1,9 @@
-"""Finalizes the plan of a module in its first synchronised backward, equal on every rank.
+"""In a module's first synchronised backward, finalizes its plan, the same one on every rank.
 
 Before tracing that backward, every rank computes the plan from the ready times in the captured graph of the group's
 first rank. The ranks compare the plan before use. If the first rank has no graph, the plan of `replicate` changes only
 if a collective's cost was measured. The ranks synchronise again before the first collective: one may compile for
-minutes what another finds in a cache. The time-out of collectives does not allow for that.
+minutes what another finds in a cache, and the time-out of collectives is too short for that.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def finalize_plans(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTim
 def meet_before_launch(replicas: Iterable[Replica]) -> None:
     """Wait until every rank has compiled and is about to launch the first collective of these replicas.
 
-    Does nothing for replicas that have launched before. After an interrupt, the ranks use the same topic again.
+    Does nothing for replicas that have launched before. After an interrupt, the ranks meet again at the same store key.
     """
     for replica in replicas:
         if replica.planning.awaits_code:
@@ -64,7 +64,7 @@ def meet_before_launch(replicas: Iterable[Replica]) -> None:
 
 
 def plan_from_times(replica: Replica, times: ReadyTimes) -> PlanResult:
-    """Compute the plan from ready times: equal on ranks with equal times."""
+    """Compute the plan from ready times. Ranks with equal times get equal plans."""
     group, planning = replica.group, replica.planning
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     cost = replica.config.cost or group.cost
@@ -75,7 +75,7 @@ def plan_from_times(replica: Replica, times: ReadyTimes) -> PlanResult:
 
 
 def describe_plan(replica: Replica) -> str:
-    """Return a plan in one line: strategy, buckets, predicted end relative to the best, basis of the prediction."""
+    """Describe a plan in one line: strategy, buckets, predicted end / best possible end, basis of the ready times."""
     planning, buckets = replica.planning, count(len(replica.plan.buckets), "bucket")
     certificate, size = planning.certificate, f"{buckets}, {format_bytes(replica.plan.nbytes)}"
     if certificate is None:

@@ -4,9 +4,9 @@ dp_compile::module 0 backward                                          from its 
 dp_compile::module 0 bucket 3 (blocks.1.expand.weight .. +4) launch    or `wait`, in the backward or the next forward
 dp_compile::module 0 update                                            after reductions: `update` or `gather`; or
                                                                        `forward`, which waits for updates
-dp_compile::module 0 compile                                           compilation of the backward around it
+dp_compile::module 0 compile                                           compilation, inside the range of its backward
 
-The range of a backward of several modules has `modules 0, 1`. `insight/profile.py` reads these names. Without a
+The range of a backward of two modules is named `modules 0, 1`. `insight/profile.py` reads these names. Without a
 profiler nothing is timed or dispatched.
 """
 
@@ -50,7 +50,7 @@ def during_bucket(what: str, replica: Replica, number: int, bucket: Bucket) -> c
 
 
 def members_in_short(bucket: Bucket) -> str:
-    """Return the first member's name and the number of gradients after it."""
+    """Return the name of a bucket's first gradient and the number of gradients after this one."""
     names = [name for member in bucket.members if (name := member.gradient.name) != UNUSED_FLAGS] or ["flags only"]
     return names[0] if len(names) == 1 else f"{names[0]} .. +{len(names) - 1}"
 
@@ -109,7 +109,7 @@ class BucketRanges(autograd.TorchDispatchMode):
 
 
 class _Expected(NamedTuple):
-    """A launch expected from the plan."""
+    """One launch of a collective that compiled code should make according to the plan."""
 
     bucket: tuple[Replica, int, Bucket]
     numel: int | None  # `None`: a functional hook may send any size

@@ -1,7 +1,7 @@
-"""The state of one backward, its optimizers, and the window in which compiled autograd is enabled for it.
+"""The state of one backward, and contexts around it: for its optimizers, and for the window of compiled autograd.
 
-Compiled autograd is process-wide. It is enabled only while one of our backwards enters the engine; backwards of other
-threads wait meanwhile. At most one backward is captured at a time. Loads no compiler: every backward uses this file.
+Compiled autograd is process-wide. It is enabled only while one of our backwards enters the engine (the window), and
+backwards of other threads wait. At most one is captured at a time. Loads no compiler: every backward uses this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BackwardState:
 
 
 class OneBackward:
-    """A context around one backward that notifies the optimizers of its modules. Entering returns their updates."""
+    """A context around one backward that notifies the optimizers of its modules. Entering returns requested updates."""
 
     __slots__ = ("_keep_graph", "_replicas", "_wanted")
 
@@ -124,7 +124,7 @@ def wait_for_window() -> None:
 
 
 class Outside:
-    """A context around captured code: compiled autograd is off, so other threads may run. `_current` stays set."""
+    """A context that runs captured code with compiled autograd off, so that backwards of other threads may start."""
 
     __slots__ = ()
 

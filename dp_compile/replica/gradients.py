@@ -20,9 +20,9 @@ from dp_compile.replica.group import Group
 def gradient_specs(
     parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group, sparse: Container[int] = ()
 ) -> tuple[GradientSpec, ...]:
-    """Return the gradients of a module in the expected order of the backward: last parameter first, flags at the end.
+    """Describe a module's gradients in the order expected in a backward: last parameter first, flags at the end.
 
-    Parameters with an index in `sparse` are left out: they are in no bucket.
+    Parameters with an index in `sparse` are left out, because no bucket has their gradients.
     """
     named = zip(names, parameters, strict=True)
     specs = [tensor_spec(index, name, parameter, group) for index, (name, parameter) in enumerate(named)]
@@ -37,7 +37,7 @@ def gradient_specs(
 def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> GradientSpec:
     """Return the plan's description of a tensor to average: a parameter's gradient, or a parameter.
 
-    For a DTensor, that of its local tensor.
+    A DTensor is described by its local tensor.
     """
     tensor = local_tensor(tensor)
     dtype, shape, stride = tensor.dtype, tuple(tensor.shape), dense_strides(tensor)
@@ -76,7 +76,7 @@ def lay_out(parameter: torch.Tensor) -> None:
 
 
 def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
-    """Return the gradient as a coalesced sparse tensor of rows in new memory. No rows if it is `None` or `absent`."""
+    """Return the gradient as a coalesced sparse tensor in new memory, without rows if it is `None` or `absent`."""
     grad = None if absent else parameter.grad
     if grad is not None:
         # If the parameter has a use besides the embedding, its gradient is dense on the ranks with that use.
@@ -90,7 +90,7 @@ def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the tensor's strides if it is dense and non-overlapping, otherwise contiguous strides.
 
-    This is the layout of a `.grad` in torch (AccumulateGrad's gradient layout contract).
+    torch gives a `.grad` these strides (AccumulateGrad's gradient layout contract).
     """
     expected = 1
     for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):

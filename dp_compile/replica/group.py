@@ -1,4 +1,4 @@
-"""A process group with the averaging of gradients over it."""
+"""A process group with its properties, and the way in which gradients are averaged over the group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group with its properties, which every backward needs."""
+    """A process group with those of its properties that every backward needs."""
 
     process_group: dist.ProcessGroup
     name: str
@@ -29,7 +29,7 @@ class Group:
     measured: AllReduceCost | None = None  # cost of a collective, if measured (`replication/calibration.py`)
 
     def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
-        """Return the reduction of a gradient of this dtype: of its real view if complex, without wire dtype or hook."""
+        """Return the reduction for gradients of this dtype. Complex ones, as real views, have no wire dtype or hook."""
         averaging = replace(self.averaging, scattered=parameter in self.scattered)
         if dtype.is_complex:
             averaging = replace(averaging, wire=None, hook=None)
@@ -44,12 +44,12 @@ class Group:
 
     @property
     def has_others(self) -> bool:
-        """Whether there are other ranks, and they are not simulated."""
+        """Whether the group has other ranks, not counting simulated ones."""
         return self.world_size > 1 and not self.backend.simulated
 
 
 def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
-    """Return the group of all ranks of a mesh, and its levels if it has two dimensions of more than one rank."""
+    """Return the group of all ranks of a mesh, and the levels of a mesh with two dimensions of several ranks each."""
     require(isinstance(mesh, DeviceMesh), "device_mesh", "a DeviceMesh", type(mesh))
     if mesh.ndim > 2:
         names = "" if mesh.mesh_dim_names is None else f" ({', '.join(mesh.mesh_dim_names)})"
@@ -68,7 +68,7 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
 
 
 def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> Group:
-    """Return the group of the user's arguments. Raises `ConfigError` if there is none, or this rank is not in it."""
+    """Return the group that the arguments select. Raises `ConfigError` if there is none or this rank is not in it."""
     levels = None
     if process_group is not None and device_mesh is not None:
         raise ConfigError("give process_group or device_mesh, not both.")

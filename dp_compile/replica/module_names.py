@@ -16,13 +16,13 @@ def fully_qualified(name: str) -> str:
 
 
 def by_qualified_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return a dictionary by name without wrappers. If two names would become equal, keep all names unchanged."""
+    """Return a dictionary whose keys are names without wrappers; the original names if two would become equal."""
     as_given = dict(named)
     stripped = {fully_qualified(name): value for name, value in as_given.items()}
     return stripped if len(stripped) == len(as_given) else as_given
 
 
 def class_name(module: object) -> str:
-    """Return the name of a module's class, `Net` for a replicated module of class `DDPNet` too."""
+    """Return the name of a module's class before replication: `Net` for a module of class `DDPNet`."""
     kind = type(module)
     return str(getattr(kind, "_dp_compile_original", kind).__name__)

@@ -4,7 +4,7 @@
     forward ends      the parameters are restored, also after an exception, Ctrl-C or a graph break
     backward          gradients flow through the casts and are accumulated in the parameters' own dtype
 
-As FSDP2's pre- and post-forward, but Dynamo traces this code: a compiled forward has the casts in its graph. After a
+Like FSDP2's pre- and post-forward, but Dynamo traces this code: a compiled forward has the casts in its graph. After a
 forward that was not compiled as a whole, activation checkpointing recomputes modules during the backward. The casts are
 in place during that recomputation too (`recomputing`).
 """
@@ -132,7 +132,7 @@ class Precision:
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, the casts of the last forward replace the parameters again."""
+        """Context manager inside which the casts of the last forward replace the parameters again."""
         self.depth += 1
         if self.depth == 1:
             self._active = [each for each in self._kept if each.container.get(each.name) is each.original]
@@ -162,7 +162,7 @@ _recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()  # with a for
 
 
 def recomputing() -> contextlib.ExitStack:
-    """Return a context in which all modules use the casts of their last forward: checkpoints may recompute a part."""
+    """Return a context in which modules use the casts of their last forward, of which checkpoints recompute parts."""
     stack = contextlib.ExitStack()  # faster than a generator: every backward of the process runs this
     for each in list(_recomputed):
         stack.enter_context(each.recomputing())
@@ -194,7 +194,7 @@ def cast_all(values: Any, dtype: torch.dtype | None) -> Any:
 def make_precision(
     module: nn.Module, config: ReplicateConfig, chosen: Collection[nn.Parameter], left_alone: Collection[nn.Module]
 ) -> Precision | None:
-    """Return the precision of a module under its options, `None` if nothing is cast.
+    """Return the `Precision` that a module's options require, `None` if nothing is cast.
 
     `chosen`: the replicated parameters; `left_alone`: excluded modules, each with all its submodules.
     """

@@ -1,4 +1,4 @@
-"""Records of captured backwards and of optimizers in the backward: names and numbers only, never an FX node."""
+"""Records of captured backwards and of optimizers that update in a backward: names and numbers only, no FX node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVERLAP_FORWARD: Final = "overlap-forward"  # in the backward, with some updates
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """An optimizer in the backward, as of the latest backward. Sizes are computed from shapes, not measured."""
+    """An optimizer that updates in the backward, as of the latest one. Sizes are computed from shapes, not measured."""
 
     name: str  # its class
     way: str  # `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`
@@ -66,7 +66,7 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class CaptureRecord:
-    """One captured backward that was compiled."""
+    """Counts, peak memory and refusals of passes for one captured backward that was compiled."""
 
     hooks: int  # gradient hooks called during tracing
     reductions: int  # in the graph, including those of flags and of parameters without a gradient

@@ -50,7 +50,7 @@ class PlanState:
 
 
 class ParameterRef(NamedTuple):
-    """The owner, attribute and fully qualified name of a parameter or buffer. The tensor may have been replaced."""
+    """The place of a parameter or buffer: owner, attribute and full name. It may hold another tensor by now."""
 
     owner: weakref.ref[nn.Module]
     attribute: str
@@ -66,7 +66,7 @@ class ParameterRef(NamedTuple):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ModuleRefs:
-    """The contents of a module as of `replicate`, by weak references: keeps no module alive."""
+    """What a module had when `replicate` was called, by weak references, which keep no module alive."""
 
     root: weakref.ref[nn.Module]
     all_names: frozenset[str]  # of its parameters, including those of excluded submodules
@@ -86,7 +86,7 @@ class ModuleRefs:
 
 
 class GradientReceiver(Protocol):
-    """The receiver of a module's gradient hooks in one backward."""
+    """What a module's gradient hooks report to in one backward."""
 
     def mark_ready(self, index: int) -> None: ...
 
@@ -134,7 +134,7 @@ class StepGuard:
     at_start: tuple[int, ...] = ()  # versions at the start of the synchronised backward; empty: unchecked, or unknown
 
     def backward_ended(self) -> None:
-        """Record versions after a backward without synchronisation."""
+        """Record the versions of parameters after a backward without synchronisation."""
         self._note_changes()
         if self.checks:
             self.versions = {
@@ -144,7 +144,7 @@ class StepGuard:
             }
 
     def begin(self) -> None:
-        """Start a synchronised backward."""
+        """Note that a synchronised backward starts, and the versions of parameters at its start."""
         self._note_changes()
         self.reduced = None
         self.versions.clear()
@@ -170,7 +170,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def updating(self, indices: Sequence[int]) -> Iterator[None]:
-        """Allow updates of these parameters inside: they use reduced gradients."""
+        """Context manager inside which these parameters may change, because their updates use reduced gradients."""
         if self.at_start:
             self.stepped |= {
                 index for index in indices if self.at_start[index] != autograd.version_of(self.parameters[index])
@@ -188,7 +188,7 @@ class StepGuard:
         """Record parameters that changed since a local backward.
 
         A change with a nonzero local gradient is an error (`stepped`). If the gradient was dropped or zeroed, the local
-        backward may only have found a direction, as the first one of SAM. Then all ranks must have `moved`.
+        backward may only have found a direction, as SAM's first backward does: fine if all ranks have `moved`.
         """
         for index, version in self.versions.items():
             if version != autograd.version_of(self.parameters[index]):
@@ -204,7 +204,7 @@ class StepGuard:
 
 @dataclass(eq=False, slots=True)
 class ReplicaState:
-    """Mutable state: the user's switches between backwards, and the state of backwards."""
+    """Mutable state of a replica: switches that the user sets between backwards, and what backwards change."""
 
     step_guard: StepGuard
     sync: bool = True  # the next backward is synchronised
@@ -223,7 +223,7 @@ class Replica:
     """The state of one replicated module, created by `replicate` and found through its parameters (`owners`).
 
     `parameters`: those with reduced gradients, in the module's order. The plan has flags as one more gradient in the
-    last bucket, one for each parameter and some for the module. They show which parameters some rank did not use.
+    last bucket: a number per parameter and some for the module. Flags show which parameters some rank did not use.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -244,7 +244,7 @@ class Replica:
 
     @property
     def reduces(self) -> bool:
-        """Whether the next backward reduces its gradients."""
+        """Whether the next backward reduces the module's gradients."""
         return self.state.sync and self.state.reduces_gradients
 
     @property
@@ -290,8 +290,8 @@ class Replica:
         """Replace the plan. Call it between backwards, on every rank.
 
         On CPUs bucket memory persists by default if a bucket is scattered. A step uses this memory twice, for gradients
-        and for the all-gather of parameters. malloc may return it to the system in between, page by page (52.8 MiB are
-        13,500 pages).
+        and for the all-gather of parameters. If it did not persist, malloc might return it to the system in between,
+        page by page (52.8 MiB are 13,500 pages).
         """
         code_before, keeps_memory = self.plan.for_code(), self.config.gradient_as_bucket_view
         if keeps_memory is None and self.device.type == "cpu":
@@ -310,7 +310,7 @@ class Replica:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The current buffers."""
+        """The buffers that the module has now."""
         return tuple(buffer for place in self.module.buffer_refs if (buffer := place.find()) is not None)
 
     @property
@@ -318,14 +318,14 @@ class Replica:
         return self.parameters[0].device
 
     def owning_modules(self) -> list[nn.Module]:
-        """Return the modules that owned its parameters at `replicate` and still exist."""
+        """Return the modules that owned the replica's parameters at `replicate` and still exist."""
         owners = (place.owner() for place in self.module.parameter_refs)
         return [owner for owner in owners if owner is not None]
 
     def hand_out(
         self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], left_alone: Container[int]
     ) -> None:
-        """Set averages as gradients of `unused` parameters not in `left_alone`. `None`: scattered, nothing is set."""
+        """Set `.grad` of `unused` parameters not in `left_alone` to `averages`, in which scattered ones are `None`."""
         self.state.untouched = tuple(index for index in unused if index in left_alone)
         if not self.config.may_be_unused:
             return
@@ -334,14 +334,14 @@ class Replica:
                 self.set_grad(index, average)
 
     def used_by_nobody(self, candidates: Sequence[int], flags: torch.Tensor) -> tuple[int, ...]:
-        """Return the parameters that no rank used, by reduced flags. `candidates`: those unused on this rank."""
+        """Return which of `candidates`, the parameters unused on this rank, no rank used according to reduced flags."""
         if not self.config.may_be_unused or not candidates:
             return ()
         used = flags.tolist()
         return tuple(index for index in candidates if not used[index])
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:
-        """Set a parameter's gradient to `value`: a real view if it is complex, the local tensor if it is a DTensor."""
+        """Set a parameter's gradient. `value`: its real view if it is complex, its local tensor if it is a DTensor."""
         parameter = self.parameters[index]
         with torch.no_grad():
             if parameter.grad is None:
@@ -384,7 +384,7 @@ def warn(logger: logging.Logger, message: str, *args: object, **options: Any) ->
 
 
 class Owners:
-    """Map of parameters to replicas. Keeps no module alive. A replica lives as long as an owning module of it."""
+    """A map of parameters to replicas. Keeps no module alive: a replica lives as long as an owner of its parameters."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}  # by `id`; `_forget` removes dead replicas
@@ -406,7 +406,7 @@ class Owners:
         self._all.remove(replica)
 
     def _forget(self, replica: Replica | None) -> None:
-        """Remove the entries of a replica, or of dead replicas if it is `None`."""
+        """Remove the entries of this replica or, for `None`, those of dead replicas."""
         self._of = {identity: entry for identity, entry in self._of.items() if entry[0]() is not replica}
 
     def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:

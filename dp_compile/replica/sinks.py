@@ -13,7 +13,7 @@ from dp_compile.replica.record import OptimizerRecord
 
 
 class UpdateRequest(NamedTuple):
-    """One optimizer's updates in one backward, if the backward is captured."""
+    """What one optimizer asks to update in one backward, if that backward is captured."""
 
     indices: tuple[int, ...] = ()  # parameters of the module, in the optimizer's order
     crosses: bool = False  # updates of whole buckets may be deferred to the next forward (`passes/crossing.py`)
@@ -26,26 +26,26 @@ class Deferred(Protocol):
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Hold launched reductions of numbered buckets, and update these parameters with them before the next read."""
+        """Keep launched reductions of numbered buckets, whose results update these parameters before the next read."""
 
     @property
     def has_in_flight(self) -> bool:
         """Whether updates of a backward are pending."""
 
     def complete(self) -> None:
-        """Wait for the pending reductions and do their updates."""
+        """Wait for the pending reductions and do the deferred updates."""
 
     def forward_runs(self, *, whole: bool) -> None:
         """Note the start of forward code that waits for updates. `whole`: the code is all of the forward."""
 
 
 class Sink(Protocol):
-    """A consumer of reduced gradients other than `.grad`."""
+    """What consumes reduced gradients in place of `.grad`."""
 
     def apply(
         self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
-        """Update these parameters of its module now. `parameters`: the graph's tensors for `indices`.
+        """Update the module's parameters `indices` now. `parameters`: their tensors in the captured graph.
 
         If the bucket is scattered, `gradients` are this rank's shards. `parameters` is empty if the backward does not
         have all gradients of the bucket, or is not captured.
@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 class Updates(Sink, Protocol):
-    """Updates of one module by one optimizer in the backward. By default: alive, no requests, no actions."""
+    """Updates of one module by one optimizer in the backward. By default alive; requests nothing and does nothing."""
 
     @property
     def deferred(self) -> Deferred | None:
@@ -80,7 +80,7 @@ class Updates(Sink, Protocol):
         return
 
     def left_out(self, error: BaseException) -> None:
-        """Take part in the later collectives of a backward that failed on this rank, if other ranks have gradients."""
+        """Join the later collectives of a backward that failed on this rank, if other ranks have its gradients."""
         return
 
     def released(self) -> None:
@@ -90,13 +90,13 @@ class Updates(Sink, Protocol):
         """Return text for users: where parameters are updated, and the savings."""
 
     def record(self) -> OptimizerRecord | None:
-        """Return `describe` as data, `None` if no optimizer consumes the gradients."""
+        """Return as data what `describe` returns as text, `None` if no optimizer consumes the gradients."""
         return None
 
 
 @dataclass(eq=False, slots=True)
 class AfterReduction:
-    """The consumers of a module's reduced gradients, other than `.grad` (`optim/`)."""
+    """What consumes a module's reduced gradients in place of `.grad`, mostly optimizers (`optim/`)."""
 
     updates: list[Updates] = field(default_factory=list)  # in the backward, of disjoint sets of parameters
     scattered: frozenset[int] = frozenset()  # parameters whose gradients are reduce-scattered

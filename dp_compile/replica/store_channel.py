@@ -1,7 +1,7 @@
 """Comparison and exchange of plain data between ranks, over the key-value store of the default process group.
 
-Each wait has the time-out of the group's collectives. Compilation time does not count: the ranks' monitors publish it
-(`RankStatus`). `check_consistent` and `all_gather_object` take one round: every rank posts, rank 0 reads all posts and
+Waiting ends after the time-out of the group's collectives. Ranks that compile, as their monitors publish, extend it
+(`RankStatus`). `check_consistent` and `all_gather_object` take one round: every rank posts, rank 0 reads all posts,
 publishes one result. Therefore all ranks continue or all raise the same error. `check_consistent` has linear traffic.
 """
 
@@ -94,11 +94,11 @@ def read_statuses(store: distributed.Store, ranks: Iterable[int]) -> dict[int, R
 class StoreChannel:
     """Exchange of plain JSON data between the ranks of one group, over the store.
 
-    Not `torch.distributed.elastic.utils.store`: its `synchronize` does not report the missing rank, and after an error
-    its `store_timeout` leaves the time-out of the default store changed (torch 2.11 to 2.15).
+    torch's `torch.distributed.elastic.utils.store` is no alternative: `synchronize` does not report the missing rank,
+    and after an error `store_timeout` leaves the default store's time-out changed (torch 2.11 to 2.15).
 
-    `watched`: ranks of the default group. No wait ends while one of them compiles: with several groups, a missing rank
-    may itself wait for a rank of another group.
+    `watched`: ranks of the default group. No read times out while one of them compiles: with several groups, a missing
+    rank may itself wait for a rank of another group.
     """
 
     store: distributed.Store
@@ -115,7 +115,7 @@ class StoreChannel:
         """Return the value that a rank has posted.
 
         Raises:
-            MissingRankError: with text `absent`, `patience_s` after the call or the last sign of a compiling rank.
+            MissingRankError: `patience_s` after the call, or after the last sign that a rank compiles. Text: `absent`.
             LostStoreError: the store is gone.
         """
         beats: dict[int, int] = {}
@@ -137,7 +137,7 @@ class StoreChannel:
 
     @contextlib.contextmanager
     def _asking(self, patience_s: float) -> Iterator[None]:
-        """Raise `MissingRankError` on time-out, otherwise `LostStoreError`. Time decides: torch raises one class."""
+        """Turn an error of the store into `MissingRankError` if it took `patience_s` or so, else `LostStoreError`."""
         started_s = time.monotonic()
         try:
             yield
@@ -182,7 +182,7 @@ def _round(channel: StoreChannel, topic: str, value: Any, judge: Callable[[dict[
 def check_consistent(channel: StoreChannel | None, topic: str, statement: Statement, *, call: str = "") -> None:
     """Wait for an equal `statement` (plain JSON data) from every rank. Each `topic` can be used once on a channel.
 
-    A key `error` in it is this rank's reason for not continuing. `call`: the user's API call, for error texts.
+    A key `error` in `statement` has this rank's reason to stop. `call`: the user's API call, for error texts.
 
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
@@ -212,7 +212,7 @@ def all_gather_object(channel: StoreChannel | None, topic: str, value: Any) -> l
 
 
 def broadcast_object(channel: StoreChannel | None, topic: str, value: Any) -> Any:
-    """Return the value of rank 0 on every rank. Rank 0 does not wait. Raises `DesyncError` if it is late."""
+    """Return the value of rank 0 on every rank. Rank 0 does not wait. Raises `DesyncError` if rank 0 is late."""
     if channel is None:
         return value
     if channel.rank == 0:
@@ -246,7 +246,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def channel_of(who: Replica | Group) -> StoreChannel | None:
-    """Return the channel of a module or group with its collectives' time-out, `None` without other ranks."""
+    """Return a module's or group's channel, with the time-out of its collectives; `None` without other ranks."""
     group = who if isinstance(who, Group) else who.group
     if not group.has_others:
         return None
@@ -262,8 +262,8 @@ def channel_of(who: Replica | Group) -> StoreChannel | None:
 def unique_topic(who: Replica | Group, about: str) -> str:
     """Return a topic that is unique among all `unique_topic` calls of these ranks.
 
-    Public counts are not unique: a failed backward is repeated under the same count, and `warmup` restores counts. A
-    rank would then read an old value.
+    Counts of backwards are not unique: a failed backward is repeated under the old count, and `warmup` restores counts.
+    A rank would then read an old value.
     """
     topic = f"dp_compile.{about}/{who.name}" if isinstance(who, Group) else f"{who.module.topic}/{about}"
     _meetings[topic] += 1

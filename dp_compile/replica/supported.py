@@ -1,4 +1,4 @@
-"""All unsupported combinations in one table: averaging of gradients, kinds of gradients, consumers of gradients."""
+"""One table of all unsupported combinations of ways to average gradients, kinds of gradients, and their consumers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _TABLE: Final[Mapping[tuple[str, str], str]] = {
 
 
 def check_supported(replica: Replica, kinds: tuple[str, ...], *, added: str = "", module: str = "") -> None:
-    """Raise if the module has a feature that cannot be combined with a new one of these kinds.
+    """Raise if the module has a feature that cannot be combined with a new feature of these kinds.
 
     `added`, `module`: names for the message, by default the kind and the first parameter.
 

@@ -1,7 +1,7 @@
 """Measured cost of an all-reduce on a group and on the two levels of its network, with a cache.
 
-`calibrate` returns it for `ReplicateConfig(cost=...)`. Without that option `remembered_cost` rounds it to powers of 2:
-measurements vary, but the same machines should have the same plan in every run.
+`calibrate` returns the cost for `ReplicateConfig(cost=...)`. Without this option `remembered_cost` measures and rounds
+it to powers of 2: measurements vary, but the same machines should have the same plan in every run.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Sweep:
         )
 
     def _times_s(self, nbytes: int, stages: Sequence[Stage]) -> list[float]:
-        """Return the duration of all stages in sequence, for each repetition."""
+        """Return for each repetition how long the stages took, one after the other."""
         data = torch.zeros(nbytes // 4, device=self.device)
         times = []
         for _ in range(1 + self.repetitions):
@@ -178,7 +178,7 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
 
 
 def _quick_cost(group: Group, device: torch.device) -> AllReduceCost | None:
-    """Return a cost from the shortest times, because other load makes times longer. Equal on every rank."""
+    """Return the cost that fits the shortest times, since other programs make times longer. Equal on every rank."""
     try:
         found = _Sweep(group, device, 5, min, limit_s=0.1).fit()
         if found.spread > WORST_SPREAD:

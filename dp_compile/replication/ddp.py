@@ -131,8 +131,8 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         self.parameters_to_ignore = set(getattr(unwrap(module), "_ddp_params_and_buffers_to_ignore", ()))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module. Input tensors are moved to its device if `device_ids` was given. The range in profiles has
-        the name of torch's DDP, unless the wrapper itself is compiled."""
+        """Call the module. Input tensors are moved to its device if `device_ids` was given. A profile names the call
+        as torch's DDP does, unless the wrapper itself is compiled."""
         if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # this order avoids a guard on the profiler
             return self._run(inputs, kwargs)
         with torch.profiler.record_function("DistributedDataParallel.forward"):
@@ -182,7 +182,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards reduce gradients. Settable, before a backward (with torch's DDP: before its forward)."""
+        """Whether backwards reduce gradients. To be set before a backward (with torch's DDP: before the forward)."""
         return replica_of(self).state.sync
 
     @require_backward_grad_sync.setter
@@ -193,7 +193,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
 
     @property
     def reducer(self) -> SimpleNamespace:
-        """A stand-in for torch's C++ reducer: frameworks call its methods before a backward. They do nothing."""
+        """A stand-in for torch's C++ reducer: frameworks call its methods, which do nothing, before a backward."""
         calls = "prepare_for_forward", "prepare_for_backward", "_rebuild_buckets", "_delay_all_reduce"
         return SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))
 

@@ -1,4 +1,4 @@
-"""The plan of a module's reductions, and its changes by comm hooks, divide factors and sharded optimizers."""
+"""The plan of a module's reductions, and how comm hooks, divide factors and sharded optimizers change this plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_plan(
 ) -> tuple[BucketPlan, PlanState]:
     """Return the plan of a module before its first backward. Raises a ConfigError if options contradict each other.
 
-    `units`: fully qualified names of the modules at whose ends buckets end; `None`: no policy was given.
+    `units`: fully qualified names of the modules at whose ends buckets end; `None`: no `bucket_policy` was given.
     """
     ready = assumed_times(gradients)
     strategy = config.chosen_strategy(has_policy=units is not None)
@@ -45,7 +45,7 @@ def make_plan(
 
 
 def _unit_of(units: Collection[str], parameter: str) -> str:
-    """Return the fully qualified name of the innermost unit that contains a parameter, empty if none does."""
+    """Return which of `units`, names of modules, is the innermost that contains a parameter, empty if none does."""
     parts = parameter.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     return next((name for name in around if name in units), "")
@@ -58,7 +58,7 @@ def scatter(replica: Replica, names: frozenset[str]) -> None:
 
 
 def _replan(replica: Replica, group: Group) -> None:
-    """Set the group, with its averaging, and compute a new plan."""
+    """Set the replica's group, in which the way to average has changed, and compute a new plan."""
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.module.sparse)
     plan, planning = make_plan(gradients, group, replica.config, replica.planning.units)
     replica.group = group
@@ -67,7 +67,7 @@ def _replan(replica: Replica, group: Group) -> None:
 
 
 def keep_buckets(replica: Replica, group: Group) -> None:
-    """Set the group, with its averaging, and keep the buckets. Call it on every rank of the group, between backwards.
+    """Set the group, in which the divisor has changed, and keep the buckets. Call it on every rank, between backwards.
 
     Planning is slow, and a new divisor, perhaps one in each step, does not change the buckets.
     """

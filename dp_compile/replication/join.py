@@ -46,7 +46,7 @@ def join(
     """Context manager to train with a different number of batches per rank, as `DistributedDataParallel.join`.
 
     A rank that exits the block contributes zeros to the other ranks' reductions until all have exited. Then parameters
-    (and buffers, with `broadcast_buffers`) are broadcast from the last rank that had inputs, the highest if several.
+    (and buffers, with `broadcast_buffers`) are broadcast from the last rank with inputs, the highest one of several.
     Each step costs two more small all-reduces, for which the host waits.
 
     Args:
@@ -116,7 +116,7 @@ class ReplicaJoinable(Joinable):
 
 @dataclass(eq=False)
 class _Membership(JoinHook):
-    """A replica in a join context. It announces backwards of this rank; without inputs, it joins those of others."""
+    """A replica in a join context: announces this rank's backwards or, without inputs, joins those of other ranks."""
 
     member: Joinable
     replica: Replica
@@ -124,9 +124,9 @@ class _Membership(JoinHook):
     active: tuple[int, ...] = ()  # the ranks of the group that had inputs in the latest backward
 
     def announce(self, replicas: Sequence[Replica]) -> None:
-        """Notify ranks without inputs before this rank reduces `replicas`. Raises `ConfigError` for more than one.
+        """Notify ranks without inputs before this rank reduces `replicas`. Raises `ConfigError` if they are several.
 
-        torch's `Join` notifies for its first member only: ranks without inputs would not join other collectives."""
+        torch's `Join` notifies for its first member only: ranks without inputs would not join those of others."""
         context = distributed.join_config(self.member)
         if not context.enable:
             return
@@ -165,7 +165,7 @@ class _Membership(JoinHook):
 
     @property
     def source(self) -> int:
-        """The source rank for buffer broadcasts: the highest with inputs, as in torch's DDP inside `join()`."""
+        """The source of buffer broadcasts: the highest rank that has inputs, as in torch's DDP inside `join()`."""
         return max(self.active, default=0)
 
     # --- torch's `Join` calls these on a rank without inputs

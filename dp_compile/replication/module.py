@@ -36,7 +36,7 @@ class ReplicatedModule:
     _dp_compile_original: ClassVar[type[nn.Module]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain module: containers build slices with `type(self)(...)`, and a slice is not replicated."""
+        """Return a module of the original class: containers slice by `type(self)(...)`, and no slice is replicated."""
         return cls._dp_compile_original(*args, **kwargs)
 
     def set_requires_gradient_sync(self: Any, requires_gradient_sync: bool) -> None:
@@ -57,7 +57,7 @@ class ReplicatedModule:
         return no_sync(self)
 
     def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        """Divide the sum of the gradients by `factor` from now on, instead of by the number of ranks; as FSDP2.
+        """Divide the sum of the gradients by `factor` from now on, instead of by the number of ranks; as in FSDP2.
 
         Separately replicated parts keep their factor. Every rank must call it with the same factor, between the same
         two backwards. The first factor is a constant in compiled code, fused into the kernels that produce gradients:
@@ -102,7 +102,7 @@ class ReplicatedModule:
             gradient_averaging.register_comm_hook(owner, class_name(inner_module(self)), state, hook)
 
     def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
-        """Pickle or copy the plain module: original class, without our hooks. Loadable without this package.
+        """Pickle or copy the module with its original class, without our hooks, to be loaded without this package.
 
         So `copy.deepcopy`, as in `torch.optim.swa_utils.AveragedModel`, returns a module without reductions."""
         original: Any = original_class(self)
@@ -123,7 +123,7 @@ _classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValue
 
 
 def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
-    """Return the class `DDP<Name>` for a module of class `<Name>`, cached to share compiled code. Does not assign it.
+    """Return the class `DDP<Name>` for a module of class `<Name>`, one for all such modules: they share compiled code.
 
     `waiting`: replication starts in the first forward. The class is separate, so code compiled before the start is not
     reused. `casts`: `forward` casts to another dtype (`replica/precision.py`), also when it is called directly.
@@ -161,12 +161,12 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
 
 
 def _own_attribute(where: str, name: str) -> property:
-    """Return a property for a child, parameter or buffer named like one of our methods: the method would hide it."""
+    """Return a property for a child, parameter or buffer with the name of one of our methods, which would hide it."""
     return property(lambda module: getattr(module, where)[name])
 
 
 def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Recompile a `fx.GraphModule` as its original class: it writes `forward` and `__call__` to its current class."""
+    """Recompile an `fx.GraphModule` under its original class: `recompile` writes methods to the module's class."""
     now = type(module)
     give_class(module, original_class(module))
     try:
@@ -176,7 +176,7 @@ def _recompile(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _deepcopy(module: Any, memo: dict[int, Any]) -> Any:
-    """Copy a plain module with the class's own `__deepcopy__`, which may read the class and its attributes."""
+    """Copy the module without replication by its original class's `__deepcopy__`, which may read its attributes."""
     plain = original_class(module).__new__(original_class(module))
     plain.__dict__ = _without_our_hooks(module.__dict__)
     plain.__dict__.pop("_compiled_call_impl", None)  # set by `compile()`; it calls the original module
@@ -216,7 +216,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 class Installed:
-    """Base class of our forward pre-hooks. In copies and pickles an instance of this class, a no-op, replaces them."""
+    """Base class of our forward pre-hooks. Copies and pickles have an instance of this class, a no-op, for each one."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return (Installed, ())
@@ -225,7 +225,7 @@ class Installed:
 
 
 class ForwardCheck(Installed):
-    """Raises on configurations that would drop the parameters' hooks or reduce gradients twice."""
+    """A forward pre-hook: raises if torch's settings or its DDP would drop our hooks or reduce gradients twice."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -259,7 +259,7 @@ def refuse_traced_backward() -> None:
 
 
 class InputMover(Installed):
-    """Moves the tensors among a module's inputs to a device, as torch's DDP does with `device_ids`."""
+    """A forward pre-hook that moves input tensors to a device, as torch's DDP does with `device_ids`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -341,7 +341,7 @@ def state_of(module: nn.Module) -> Replica | Pending:
 
 
 def replica_of(module: nn.Module) -> Replica:
-    """Return the replica of a module. Raises UnsupportedModuleError if it is not replicated or still pending."""
+    """Return a module's replica. Raises UnsupportedModuleError if the module is not replicated, or not yet."""
     state = state_of(module)
     if isinstance(state, Pending):
         raise UnsupportedModuleError(

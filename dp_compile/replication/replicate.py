@@ -1,4 +1,4 @@
-"""`replicate()`: select parameters, check that all ranks selected the same, and install their hooks. In place."""
+"""`replicate()`: select parameters, check that all ranks selected the same ones, and install their hooks, in place."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def replicate_module(
         needs_values: `True`: replication of meta-device parameters waits until they have values. `False`: parameters
             may stay on the meta device or be fake tensors, to inspect backwards that compute nothing. That needs the
             fake process group and `check_reductions=False`, as flags cannot be read there.
-        keeps_class: do not change the module's class, because a wrapper has the methods; as torch's DDP.
+        keeps_class: do not change the module's class, because a wrapper has the methods, as with torch's DDP.
     """
     group, inner = resolve_group(process_group, device_mesh), modules.unwrap(module)
     with propagate_errors(group, CALL):
@@ -284,7 +284,7 @@ def merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> R
 def options_of_torch(
     options: ReplicateConfig, group: Group, bucket_policy: selection.BucketPolicy | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments for torch's DDP, for `ddp_python_hook=False` on every rank.
+    """Check that every rank has `ddp_python_hook=False`, and return the keyword arguments for torch's DDP.
 
     Options of plans and captured backwards are dropped. Raises a ConfigError for options that change numerics or checks
     and that torch's DDP does not have.

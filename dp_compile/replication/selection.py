@@ -1,4 +1,4 @@
-"""Selection of the parameters and buffers to replicate, by fully qualified name, and checks of unsupported ones.
+"""Selection of the parameters and buffers to replicate, by fully qualified name, and checks that they are supported.
 
 As in torch's composable `replicate`, ignored modules and submodules that `fully_shard` manages are excluded, with all
 their submodules and tensors, shared ones too. So are parts that were replicated before, as in nested `fully_shard`.
@@ -46,7 +46,7 @@ class Selection(NamedTuple):
         return self.trainable | self.frozen
 
     def refs(self, precision: Precision | None) -> ModuleRefs:
-        """Return references to these tensors and modules. Sparse gradients are found as in torch's DDP."""
+        """Return weak references to what is selected. Which gradients are sparse is found as in torch's DDP."""
         modules, trainable = list(self.module.modules()), list(self.trainable.values())
         embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
         shortened = [each for each in modules if getattr(each, "max_norm", None) is not None]
@@ -100,7 +100,7 @@ def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
 
 
 def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.Module]:
-    """Return the module and submodules that own parameters and are not excluded."""
+    """Return those modules in `module`, itself included, that own parameters and are not excluded."""
     walked = module.named_modules(memo={*_left_alone(module, ignored)})  # does not visit these
     return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
 
@@ -149,7 +149,7 @@ def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.M
 
 
 def device_of(given: int | torch.device, option: str = "device_ids or output_device") -> torch.device:
-    """Return the device of an argument as in torch's DDP: an `int` is a GPU index. Raises ConfigError."""
+    """Return the device that an argument names, as in torch's DDP: an `int` is a GPU index. May raise ConfigError."""
     is_device = isinstance(given, torch.device) or (type(given) is int and given >= 0)
     require(is_device, option, "the number of a GPU or a torch.device", given)
     if isinstance(given, int):
@@ -162,7 +162,7 @@ def device_of(given: int | torch.device, option: str = "device_ids or output_dev
 def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module], parts: Collection[nn.Module]) -> None:
     """Raise UnsupportedModuleError if torch's DDP, FSDP or `replicate` manages the module, or a part shares parameters.
 
-    `parts`: submodules replicated before. Submodules managed by `fully_shard` are allowed; the module itself is not.
+    `parts`: submodules replicated before, which must not be tied to others. `fully_shard` may manage submodules only.
     """
     inside = {below for part in parts for below in part.modules()}
     names: dict[torch.Tensor, list[tuple[bool, str]]] = {}

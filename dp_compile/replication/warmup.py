@@ -1,9 +1,9 @@
 """Compile all code that training needs before it starts, without side effects on model, optimizer or RNG state.
 
-    backwards of a batch: reduced; reduced, added to reduced gradients; in no_sync(); reduced, added to local gradients
+    variants per batch: reduced; reduced, added to reduced gradients; in no_sync(); reduced, added to local gradients
 
-torch makes a size dynamic when it sees a second value of it. So pass batches of two different lengths if lengths vary,
-and the last, smaller batch unless the loader drops it.
+torch makes a size dynamic when it sees a second value. Therefore pass batches of two different lengths if lengths vary,
+and also the last, smaller batch unless the loader drops it.
 """
 
 from __future__ import annotations
