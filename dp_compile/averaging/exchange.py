@@ -1,7 +1,7 @@
 """In-place averages of tensors over a process group, after a check that all ranks pass equal shapes at the same step.
 
     first call       ranks compare tensors, step and schedule in the key-value store
-    each averaging   one small all-reduce (step, hash of shapes and dtypes), read by the host, then the buckets'
+    each averaging   one small all-reduce (step, hash of shapes and dtypes), read by the host, then one per bucket
 
 The small all-reduce keeps a rank from sending a bucket to a rank that expects another: gloo would hang, or add
 unrelated tensors.

@@ -178,7 +178,7 @@ class _OuterStep(averagers.ModelAverager):
         return Exchange(self.process_group, self._options)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Append those of all `parameters` that are new to `outer`, with their current values."""
+        """Append to `outer` the current values of the `parameters` that it does not have yet."""
         added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
         self.outer += added
         self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []

@@ -54,11 +54,11 @@ class Workload:
 
 
 class Trainer:
-    """The part of a `Mode` on one rank: a model and its optimizer, ready to train.
+    """A `Mode` on one rank: a model and its optimizer, ready to train.
 
     `defers`: whether communication that a step launches overlaps the next step. If so, an untimed step precedes the
     timed ones, so each timed step shares the network with its predecessor's communication, as in training. `wait`
-    ends this communication before another mode is timed.
+    waits for this communication before another mode is timed.
     """
 
     defers = False
@@ -79,7 +79,7 @@ class Trainer:
 
 
 class Mode(NamedTuple):
-    """A method of data-parallel training. If `is_bound`: a lower bound on step time, which reduces no gradients.
+    """A method of data-parallel training or, if `is_bound`, a lower bound on step time without gradients to compare.
 
     `prepare` takes a workload and returns its trainer; the default process group is initialised. A name like `ddp:5`
     sets the argument `cap_mb` of a built-in mode's `prepare`, if it has one (`modes.mode`).

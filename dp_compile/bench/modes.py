@@ -268,7 +268,7 @@ class _Neighbours(Trainer):
 
 
 def compute(workload: Workload, backend: str = "inductor") -> Trainer:
-    """`torch.compile` without communication. In suites with one rank, ratios are to the step time of this mode."""
+    """`torch.compile` without communication. Packaged suites with one rank take ratios to its step time."""
     return Loop(workload, lambda model: torch.compile(model, backend=backend))
 
 

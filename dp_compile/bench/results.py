@@ -102,7 +102,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read a file of `save`. Raises `ConfigError` if it cannot be read, is of another version, or is not a result."""
+    """Read a file that `save` wrote. Raises `ConfigError` if it is unreadable, of another version, or not a result."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:

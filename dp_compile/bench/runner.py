@@ -46,7 +46,7 @@ class Runner:
     scratch: Path
 
     def probe(self, name: str) -> Cell:
-        """Return a cell without network. Writes the expected gradients; times `compute` if a rate depends on it."""
+        """Return a workload's cell, without network. Write expected gradients, time `compute` if a rate needs it."""
         say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:

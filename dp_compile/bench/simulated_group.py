@@ -114,7 +114,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class TimerNetwork:
-    """Simulates the network on a CPU. Collectives end at times fixed at launch, so late threads do not add up."""
+    """Simulates the network on a CPU. The end of a collective is fixed at launch, even if a thread wakes late."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

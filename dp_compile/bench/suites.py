@@ -31,7 +31,7 @@ class Suite:
         repetitions: number of timed turns of each mode, 3 or more. The modes take turns.
         steps_per_turn: number of steps timed together, for workloads whose step takes a few milliseconds.
         starts: how often each mode is started and timed until warm. The processes of the last start do the turns.
-        caches: of compiled code. `shared`: the machine's; `cold`: empty at starts; `warm`: filled by an untimed start.
+        caches: of compiled code. `shared`: machine's; `cold`: empty at each start; `warm`: filled by an untimed start.
     """
 
     name: str

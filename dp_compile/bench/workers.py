@@ -57,7 +57,7 @@ this: Final = SimpleNamespace()  # `trainer` and `batches` of this process, set 
 
 
 def expect(name: str, path: str) -> int:
-    """Rank 0 writes averages of eager gradients over 1 rank and over all, and returns the bytes of one; others, 0."""
+    """Rank 0 writes averages of eager gradients over 1 rank and over all, and returns the bytes of each; others, 0."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)
@@ -72,9 +72,9 @@ def expect(name: str, path: str) -> int:
 
 
 def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
-    """Build the mode's trainer, compare its first gradients with the file `expected` (empty: do not), and warm it up.
+    """Build the mode's trainer, compare its first gradients with the file `expected` (if not empty), and warm it up.
 
-    Returns the seconds that this took without the comparison, the largest error of a gradient, and that parameter.
+    Returns the seconds that this took without the comparison, the largest error of a gradient, and its parameter.
     """
     chosen, rank = workload(name), dist.get_rank()
     this.batches = batches(chosen, rank)

@@ -8,7 +8,7 @@ A hook is a generator. It yields the input of each collective, and receives the 
         return reduced, state
 
 After the last collective each rank computes alone, and all ranks must get the same bits, also if only some backwards
-were captured. So in a captured graph one op runs the hook with eager kernels (`passes/reduction.py`, `hook_step`).
+were captured. So in a captured graph an op runs the hook with eager kernels (`passes/reduction.py`, `hook_step`).
 """
 
 from __future__ import annotations

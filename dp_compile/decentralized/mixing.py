@@ -1,7 +1,7 @@
 """Exchange of parameters between the few ranks of an edge while they compute gradients, and the step that mixes them.
 
 step t     wait for what was sent in step t - 1        x_i(t): own parameters of rank i
-           mix                                         sum of W_ij(t) x_j(t) over ranks j of its edge of step t
+           mix                                         sum of W_ij(t) x_j(t) over the ranks j of the edge of i in step t
            update with the gradient at x_i(t)          x_i(t + 1)
            send for step t + 1                         in flight during the next forward and backward
 """
@@ -214,13 +214,13 @@ class Mixer:
         self.kept = []
 
     def distance_to_average(self) -> float:
-        """Return the Euclidean distance of this rank's parameters before `average` to the average of all ranks."""
+        """Return the Euclidean distance between this rank's parameters before `average` and the average."""
         own = {id(tensor): value for tensor, value in self.kept}
         parts = ((each - own[id(each)]).double().square().sum() for bucket in self.buckets for each in bucket.own)
         return math.sqrt(float(sum(parts)))
 
     def close(self) -> None:
-        """Destroy the process groups of the edges. Parameters stay in the memory of their bucket."""
+        """Destroy the process groups of the edges. Parameters stay where they are in memory."""
         for group in self._groups.values():
             if distributed.is_alive(group):
                 dist.destroy_process_group(group)
@@ -231,8 +231,8 @@ class Mixer:
 class MixingUpdates(Updates):
     """A sink (`replica/sinks.py`) that mixes, updates and sends parameters at the end of each synchronised backward.
 
-    `optimizer`: over all or some parameters of the module. `max_norm`: to which each bucket's gradients are clipped; 0:
-    no clipping. `scaler`: if enabled, unscales gradients, skips steps and updates its scale at the end of the backward.
+    `optimizer`: over all or some parameters of the module. `max_norm`: norm to which each bucket's gradients are
+    clipped; 0: none. `scaler`: if enabled, unscales gradients, skips steps and updates its scale at that time.
     `averages_buffers`: global averages include buffers.
     """
 

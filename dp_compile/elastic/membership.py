@@ -36,7 +36,7 @@ class TooFewRanksError(CommunicationError):
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The processes of a generation of the group, by rank: those that were in the last one, then those that joined.
+    """The processes of a generation of the group, by rank: those of the last one, in its order, then those that joined.
 
     `joins`: the number of join requests handled so far: their processes were admitted or are dead.
     """
@@ -96,7 +96,7 @@ class Registry:
         return len(self._names("joins")) > self.members.joins
 
     def join(self) -> None:
-        """Request to join, and wait until the members admit this process. `CommunicationError`: training has ended."""
+        """Request to join; wait until members admit this process. Raises `CommunicationError` if training has ended."""
         self._ask("append", "joins", f"{self.process}\n")
         while self.process not in (current := self.current()).processes:
             self._wait_as_one_that_joins()

@@ -62,7 +62,7 @@ class FabricStrategy(_Wrapping):
 
 
 def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:
-    """Create and register the strategies of a Lightning package: no entry point can fill its registries. `trainer`,
+    """Create and register the strategies of a Lightning package: no entry point fills its registries. `trainer`,
     `fabric`: the modules in which the package has its `Trainer` and its `Fabric`."""
     package = trainer.partition(".")[0]
     refuse_other_versions(package)

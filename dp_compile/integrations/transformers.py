@@ -1,6 +1,6 @@
-"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` as a base of a user's class.
+"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` as first base of a user's class.
 
-A `Trainer` leaves wrapping and compiling to an `Accelerator`. The mixin converts that to this package's.
+A `Trainer` leaves wrapping and compiling to an `Accelerator`. The mixin converts that object to this package's class.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         begin: `begin(rank, world_size, directory)` is called on each rank before anything else. The file `rankN.log`
             of the directory is shown when the rank dies or hangs.
         environment: variables of spawned processes, in addition to this one's.
-        ends_groups: after each call, destroy the process groups that it made: each gloo group has a thread that polls.
+        ends_groups: after each call, destroy process groups that were made: each gloo group has a thread that polls.
     """
 
     def __init__(
