@@ -1,4 +1,4 @@
-"""Periodic averaging of parameters in place of gradients in every step: local SGD, and outer optimizers.
+"""Periodic averaging of parameters, in place of averaging gradients in every step: local SGD, and outer optimizers.
 
 Use `from dp_compile import averaging`. Names, arguments and schedules are torch's, except for `OuterOptimizer`.
 """

@@ -1,7 +1,7 @@
-"""In-place averages of tensors over a process group, if all its ranks pass the same tensors at the same step.
+"""In-place averages of tensors over a process group, after a check that all ranks pass equal shapes at the same step.
 
     first call       ranks compare tensors, step and schedule in the key-value store
-    each averaging   one small all-reduce (step and a hash of the tensors), which the host reads, then the buckets
+    each averaging   one small all-reduce (step, hash of shapes and dtypes), read by the host, then one per bucket
 
 The small all-reduce keeps a rank from sending a bucket to a rank that expects another: gloo would hang, or add
 unrelated tensors.
@@ -71,7 +71,7 @@ def note_equal(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGr
 
 
 class Exchange:
-    """Averages of one averager over a group. Ranks outside the group do nothing.
+    """Averages tensors over a group, for one averager. Ranks outside the group do nothing.
 
     `schedule`: values that must be equal on all ranks, in addition to tensors and step.
     """
@@ -153,7 +153,7 @@ class Exchange:
 
 
 def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what must be equal on all ranks: dtype, shape, and memory order, which buckets keep."""
+    """Return what must be equal on all ranks: a tensor's dtype, shape, and memory order, which its bucket keeps."""
     order = () if tensor.is_contiguous() else ("strides", dense_strides(tensor))
     return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *order)
 

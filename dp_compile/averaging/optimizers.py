@@ -1,4 +1,4 @@
-"""An averager, and the optimizers that call one: post-local SGD, and an outer optimizer over averaged changes."""
+"""A parameter averager, and optimizers that call one: post-local SGD, and outer SGD steps with averaged changes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
         return Exchange(self.process_group, schedule)
 
     def average_parameters(self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Average if the step is due, and count it. Every rank calls it after each optimizer step.
+        """Count a step, and average if an average is due. Every rank calls this after each optimizer step.
 
         Args:
             params: parameters or parameter groups. Each parameter is averaged once, in place, even without a gradient.
 
         Raises:
             DesyncError: on every rank, if parameters, steps or schedules differ, or if a rank misses the first call.
-            CommunicationError: in a later average, a rank has not called within the group's time-out.
-            ConfigError: neither parameters nor groups, no parameters, or one that cannot be averaged.
+            CommunicationError: in a later call, a rank has not called within the group's time-out.
+            ConfigError: `params` has other types, has no parameter, or has one that cannot be averaged.
         """
         is_due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
         if is_due or not self._exchange.has_met:
@@ -59,7 +59,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
 class PostLocalSGDOptimizer(TorchOptimizer):
     """Steps a local optimizer, then calls an averager: arXiv 1808.07217.
 
-    Adds to torch's: `step` takes a closure, and `param_groups` and `defaults` are always those of the local optimizer,
+    Adds to torch's class: `step` takes a closure, and `param_groups` and `defaults` are always the local optimizer's,
     also after `load_state_dict`, so learning-rate schedulers keep working.
 
     `optim`: the local optimizer. `averager`: one of this package, or torch's.
@@ -154,13 +154,13 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         self._outer.load(parameters_in(self.param_groups), outer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to both optimizers. Every rank calls it, between the same steps."""
+        """Add parameters to the local and the outer optimizer. Every rank calls this, between the same two steps."""
         super().add_param_group(param_group)  # type: ignore[no-untyped-call]
         self._outer.add(parameters_in(self.param_groups))
 
 
 class _OuterStep(averagers.ModelAverager):
-    """The outer SGD as an averager. `outer` and `velocities` are in the order of the parameters."""
+    """The SGD of an `OuterOptimizer`, as an averager. `outer` and `velocities` are in the order of the parameters."""
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, parameters: Sequence[torch.Tensor], **options: Any
@@ -178,14 +178,14 @@ class _OuterStep(averagers.ModelAverager):
         return Exchange(self.process_group, self._options)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Append new parameters, whose current values become their `outer`."""
+        """Append to `outer` the current values of the `parameters` that it does not have yet."""
         added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
         self.outer += added
         self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []
         self.__dict__.pop("_exchange", None)  # the next step compares ranks again
 
     def check(self, parameters: Sequence[torch.Tensor], state: dict[str, Any]) -> None:
-        """Raise a `ConfigError` if a state has another number of tensors, or a tensor of another shape."""
+        """Raise a `ConfigError` if the number or the shapes of tensors in a state do not match `parameters`."""
         for name, ours in (("parameters", parameters), ("velocities", parameters if self.momentum else ())):
             theirs = state[name]
             shapes = ([None if each is None else list(each.shape) for each in two] for two in zip_longest(ours, theirs))

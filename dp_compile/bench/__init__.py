@@ -1,1 +1,1 @@
-"""Benchmark of data-parallel training: workloads x modes x networks, in one run."""
+"""Benchmark of data-parallel training: every workload with every mode (method) over every network, in one run."""

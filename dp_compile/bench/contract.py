@@ -22,7 +22,7 @@ PROBE_LR: Final = 64.0
 
 
 class Rule(NamedTuple):
-    """An optimizer factory, and options for a plain step."""
+    """An optimizer factory, and options (`plain`) that reduce its step to SGD with learning rate `PROBE_LR`."""
 
     optimizer: Callable[..., torch.optim.Optimizer]
     plain: Mapping[str, Any]  # a step subtracts `PROBE_LR` times the gradient, accurate to one part in 1e4
@@ -39,9 +39,9 @@ class Workload:
     """A model, its batches, its loss, and its optimizer: `rule` with learning rate `lr`.
 
     `build` returns the model on CPU in float32, with equal weights for equal `torch.manual_seed`. `batch` draws a
-    rank's batch from a generator that the caller has seeded for the rank. `loss` returns the scalar loss of a call of
-    the model (or a mode's wrapper) on a batch. `tolerance`: the largest allowed error of a gradient
-    (`workers.compare`). Other orders of summation mostly cause errors far below 0.01, a missing average 0.1 to above 1.
+    rank's batch from a generator that the caller has seeded for the rank. `loss` calls the model (or a mode's wrapper
+    of it) on a batch and returns the scalar loss. `tolerance`: the largest allowed error of a gradient
+    (`workers.compare`). Rounding mostly causes errors far below 0.01; a missing average causes 0.1 to more than 1.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Workload:
 
 
 class Trainer:
-    """One rank of a mode, ready to train.
+    """A `Mode` on one rank: a model and its optimizer, ready to train.
 
     `defers`: whether communication that a step launches overlaps the next step. If so, an untimed step precedes the
     timed ones, so each timed step shares the network with its predecessor's communication, as in training. `wait`
-    keeps this communication out of the turns of other modes.
+    waits for this communication before another mode is timed.
     """
 
     defers = False
@@ -74,15 +74,15 @@ class Trainer:
         """Wait for the communication in flight."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return counts of one backward that are equal in every run of the same code. A higher one is a regression."""
+        """Return counts of one backward that are equal in every run of the same code. An increase is a regression."""
         return {}
 
 
 class Mode(NamedTuple):
-    """A method of data-parallel training, or a bound (`is_bound`), whose gradients are not compared.
+    """A method of data-parallel training or, if `is_bound`, a lower bound on step time without gradients to compare.
 
-    `prepare` returns the trainer of a workload in an initialised default process group. If it has an argument `cap_mb`,
-    the name of a built-in mode can set it (`modes.mode`).
+    `prepare` takes a workload and returns its trainer; the default process group is initialised. A name like `ddp:5`
+    sets the argument `cap_mb` of a built-in mode's `prepare`, if it has one (`modes.mode`).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Modes of data-parallel training: this package's, its peers', and bounds for both."""
+"""Modes of the benchmark: data-parallel training by this package and by its peers, and lower bounds on step time."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _FUSED: Final[dict[str, Any]] = {"_fuse_ddp_communication_passes": ["fuse_ddp_wi
 def device() -> torch.device:
     """Return this process's accelerator if the default process group works on it, else the CPU.
 
-    For gloo it is the CPU: gloo accepts GPU tensors too, but copies them through the CPU.
+    With gloo the result is the CPU: gloo accepts GPU tensors too, but copies them through the CPU.
     """
     kind = distributed.working_device(None) if dist.is_initialized() else "cpu"
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
 
 def build(workload: Workload) -> nn.Module:
-    """Return the workload's model in training mode on the device, with equal weights in every mode and rank."""
+    """Return the workload's model in training mode on `device()`, with equal weights in every mode and rank."""
     torch.manual_seed(SEED)
     return workload.build().to(device()).train()
 
@@ -63,7 +63,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 class Loop(Trainer):
     """Training loop: forward, backward, the workload's optimizer, gradients set to `None`.
 
-    `wrap` returns the callable of the forward for the model. `backward` computes the reduced gradients of a loss.
+    `wrap` takes the model and returns what runs its forward. `backward` computes the reduced gradients of a loss.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Loop(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Compute gradients from the parameter change of one plain step, then undo it: some modes keep no gradients."""
+        """Compute gradients from how an SGD step changes parameters; undo the step. Some modes keep no gradients."""
         before = {name: each.detach().clone() for name, each in trainable(self.model).items()}
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         for group, _ in groups:
@@ -107,8 +107,8 @@ def ours(
 ) -> Trainer:
     """`torch.compile(dp_compile.replicate(model))`, as in the README.
 
-    `updates`: `""`: in `optimizer.step()`; `"backward"`: by `in_backward`; `"forward"`: by `in_backward` with
-    `overlap_forward=True`. `shard`: each rank updates a shard, with clipping by the norm of all gradients.
+    `updates`: if empty, `optimizer.step()` updates parameters; if `"backward"` or `"forward"`, `in_backward` does, for
+    `"forward"` with `overlap_forward=True`. `shard`: each rank updates a shard, and clips by the norm of all gradients.
     """
     defers = updates == "forward"
 
@@ -148,12 +148,12 @@ def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedD
 
 
 def ddp(workload: Workload, cap_mb: float | None = None) -> Trainer:
-    """`DistributedDataParallel` with buckets of `cap_mb`, by default torch's."""
+    """torch's `DistributedDataParallel` with buckets of `cap_mb` MiB; `None`: torch's default."""
     return Loop(workload, lambda model: wrap(model, cap_mb))
 
 
 def ddp_compiled(workload: Workload, cap_mb: float | None = None, backend: str = "inductor") -> Trainer:
-    """`torch.compile` of `DistributedDataParallel`. `DDPOptimizer` breaks the graph at bucket boundaries."""
+    """`torch.compile` of `DistributedDataParallel`. Dynamo's `DDPOptimizer` splits the graph at bucket boundaries."""
     dynamo.config.optimize_ddp = "ddp_optimizer"
     return Loop(workload, lambda model: torch.compile(wrap(model, cap_mb), backend=backend))
 
@@ -176,14 +176,14 @@ def functional(workload: Workload, backend: str = "inductor") -> Trainer:
 
     This is SimpleFSDP's `mode="replicate"` (arXiv 2411.00284) on plain tensors. Each parameter passes through a
     function that is the identity in the forward and an all-reduce in the backward. Inductor schedules the overlap on a
-    GPU. On a CPU scheduling fails, because Inductor queries Triton for bandwidths (torch 2.13): there it only buckets.
+    GPU. On a CPU that fails, because it queries Triton for bandwidths (torch 2.13): there Inductor only makes buckets.
     """
     inductor.config.load_config(OVERLAPPED if device().type == "cuda" else BUCKETED)
     return Loop(workload, lambda model: torch.compile(_ReducedInBackward(model), backend=backend, fullgraph=True))
 
 
 class _ReducedInBackward(nn.Module):
-    """Calls a model with views of its parameters whose gradients are averaged over the default group."""
+    """Calls a model with views of its parameters. The backward averages gradients of the views over all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -216,11 +216,11 @@ class _Reduced(torch.autograd.Function):
 
 
 def decent_dp(workload: Workload) -> Trainer:
-    """`decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager and with 25 MB buckets.
+    """The package `decent_dp` (arXiv 2410.11998, `pip install --no-deps decent-dp loguru`), eager, with 25 MB buckets.
 
-    Each rank takes a local step and averages parameters with its neighbours during the next one. This algorithm equals
-    DDP only in the average over all ranks after the first step. So its `gradients` are
-    computed from the change of that average in one SGD step of a copy of the model.
+    Each rank takes a local step and averages parameters with its neighbours during the next step. This algorithm equals
+    DDP only in the average over all ranks after the first step. So the trainer computes its `gradients` from the
+    change of that average in one SGD step of a copy of the model.
     """
     is_alone = dist.get_world_size() < 2 or distributed.backend_of(None, "cpu").simulated
     require(not is_alone, "mode 'decent_dp'", "run on 2 or more real ranks, to have neighbours", "one")
@@ -229,7 +229,7 @@ def decent_dp(workload: Workload) -> Trainer:
 
 
 class _Neighbours(Trainer):
-    """The trainer of `decent_dp`. The optimizer runs in hooks of the backward, per bucket."""
+    """Trains with the package `decent_dp`, which runs the optimizer per bucket, in hooks of the backward."""
 
     defers = True
 
@@ -268,12 +268,12 @@ class _Neighbours(Trainer):
 
 
 def compute(workload: Workload, backend: str = "inductor") -> Trainer:
-    """`torch.compile` without communication. With one rank, ratios are to its time."""
+    """`torch.compile` without communication. Packaged suites with one rank take ratios to its step time."""
     return Loop(workload, lambda model: torch.compile(model, backend=backend))
 
 
 class _AllReduces(Trainer):
-    """All-reduces of as many bytes as a model's gradients, in buffers of `cap_mb`, all launched at the start."""
+    """All-reduces of as many bytes as a model's gradients have, `cap_mb` MiB in each, all launched at the start."""
 
     def __init__(self, model: nn.Module, cap_mb: float) -> None:
         count = sum(each.nbytes for each in trainable(model).values()) // 4
@@ -296,9 +296,9 @@ def comm(workload: Workload, cap_mb: float = DEFAULT_CAP_MB) -> Trainer:
 
 
 def oracle(workload: Workload, cap_mb: float = DEFAULT_CAP_MB, backend: str = "inductor") -> Trainer:
-    """Compiled forward, launch of the all-reduces, compiled backward, wait, optimizer.
+    """Compiled forward, launch of all-reduces of as many bytes as the gradients, compiled backward, wait, optimizer.
 
-    No schedule can launch all-reduces earlier. The CPU time of communication concurrent with the backward is included.
+    No schedule can launch all-reduces earlier. Step time includes CPU time that communication takes from the backward.
     """
     loop = Loop(workload, lambda model: torch.compile(model, backend=backend), lambda loss: around(loss.backward))
     around = _AllReduces(loop.model, cap_mb).around
@@ -326,7 +326,7 @@ MODES: Final[Mapping[str, Mode]] = {each.name: each for each in _ALL}
 
 
 def mode(name: str) -> Mode:
-    """Return a mode of `MODES` (`NAME:MIB` for another bucket cap), or a user's by `package.module:function`."""
+    """Return a mode by name: one of `MODES`, `NAME:MIB` with that bucket cap, or a user's `package.module:function`."""
     base, _, argument = name.rpartition(":")
     if name in MODES:
         return MODES[name]

@@ -1,4 +1,4 @@
-"""Networks between the ranks of a benchmark: loopback, rate-limited, and simulated.
+"""Networks between the ranks of a benchmark: loopback, shaped (rate-limited), and simulated.
 
 On loopback the cores that compute also copy the data, so overlap gains nothing. On a shaped network waiting costs no
 CPU time, as between machines: two ranks run in network namespaces connected by a veth pair, and tc-tbf(8) limits their
@@ -45,16 +45,16 @@ _SETTINGS: Final = {
 
 
 class NetworkError(DPCompileError):
-    """This network cannot be created on this machine. The text has the reason."""
+    """A network cannot be created on this machine. The text of the error has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """A network as specified by a suite.
 
-    `rate_mbit`: send rate of a rank in 1e6 bits per second. `comm_over_compute`: alternative to the rate: the time of
-    one all-reduce of all gradients, without latency, divided by that of the workload's compiled step without
-    communication (mode `compute`). `ranks`: size of the simulated group. `latency_us`: latency of a hop of its ring.
+    `rate_mbit`: send rate of a rank in 1e6 bits per second. `comm_over_compute`: in place of `rate_mbit`, the time of
+    one all-reduce of all gradients, without latency, divided by the time of the workload's compiled step without
+    communication (mode `compute`). `ranks`: size of a simulated group. `latency_us`: latency of a hop of its ring.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Network:
 
 
 class Placement(NamedTuple):
-    """Start parameters for the ranks of one cell."""
+    """How to start the ranks of one cell (a workload over a network)."""
 
     backend: str
     processes: int
@@ -100,7 +100,7 @@ class Placement(NamedTuple):
 
 @contextmanager
 def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None) -> Iterator[Placement]:
-    """Create a network, and remove it on exit. `rate_mbit`: overrides the network's. Raises `NetworkError`."""
+    """Create a network, and remove it on exit. `rate_mbit`: replaces `network.rate_mbit`. Raises `NetworkError`."""
     if network.kind == "loopback":
         yield Placement("gloo", ranks, {"GLOO_SOCKET_IFNAME": "lo", **_NEW_LINK})
         return

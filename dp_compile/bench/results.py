@@ -1,4 +1,4 @@
-"""Results of a run: data, JSON file, ratios with noise, Markdown, and comparison of two runs."""
+"""Results of a benchmark run: data, JSON file, ratios with their noise, Markdown, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode in one cell."""
+    """The measurements of one mode (method of training) in one cell (workload over a network)."""
 
     name: str
     is_bound: bool = False
@@ -52,7 +52,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A workload over a network."""
+    """The measurements of all modes with one workload over one network."""
 
     workload: str
     network: str
@@ -70,7 +70,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run, possibly interrupted: the completed cells."""
+    """A run of a suite: one cell for each workload and network that was completed before the run ended."""
 
     suite: Suite
     environment: Mapping[str, str]
@@ -81,8 +81,8 @@ class Results:
 def environment() -> dict[str, str]:
     """Return facts that measurements depend on: the machine, settings of malloc, versions of torch and this package.
 
-    `malloc`: environment variables that set its thresholds or preload another one, because page faults are a part of a
-    step. `commit`: of the checkout, with `-dirty` if files differ from it; the version without a checkout or git.
+    `malloc`: environment variables that set malloc's thresholds or preload another malloc: page faults depend on them.
+    `commit`: that of the checkout, with `-dirty` if files differ from it; without checkout or git, the package version.
     """
     cpus = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
@@ -102,7 +102,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read the file of `save`. Raises `ConfigError` if it cannot be read, is of another version, or is not a result."""
+    """Read a file that `save` wrote. Raises `ConfigError` if it is unreadable, of another version, or not a result."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:
@@ -126,15 +126,15 @@ class Ratio(NamedTuple):
     log_error: float
 
     def __str__(self) -> str:
-        """Format with the half-width of an interval of about 95 %."""
+        """Format as the value and the half-width of its interval of about 95 % confidence."""
         return f"{self.value:.3f} +-{self.value * 1.96 * self.log_error:.3f}"
 
 
 def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
-    """Return the median over turns of `times` / `reference`: what slows both in one turn cancels.
+    """Return the median of `times` / `reference`, each with one time per turn: what slows both in one turn cancels.
 
-    The standard error is that of a median of normal values, sqrt(pi / 2) sigma / sqrt(n). sigma is the interquartile
-    range of the logarithms divided by 1.349, which is robust to single outliers.
+    The standard error is that of a median of normal values, sqrt(pi / 2) sigma / sqrt(n). sigma, robust to single
+    outliers, is the interquartile range of the ratios' logarithms divided by 1.349.
     """
     logs = [math.log(own / other) for own, other in zip(times, reference, strict=False)]
     low, middle, high = statistics.quantiles(logs, n=4) if len(logs) > 1 else logs * 3
@@ -142,7 +142,7 @@ def ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
 
 
 def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
-    """Return each measured mode's ratio to the reference, by mode and `step`; with >= 3 starts also `until warm`."""
+    """Return each measured mode's time / the reference's, for `step` and, with >= 3 starts, for `until warm`."""
     measured, found = cell.measured(), {}
     if reference not in measured:
         return {}
@@ -155,7 +155,7 @@ def ratios(cell: Cell, reference: str) -> dict[tuple[str, str], Ratio]:
 
 
 def failures(results: Results) -> list[str]:
-    """Return one line for each cell and mode that was not measured."""
+    """Return one line for each cell that was skipped and for each mode that failed in a cell."""
     reasons = [(f"{cell.workload} over {cell.network}", cell.skipped) for cell in results.cells]
     reasons += [
         (f"{mode.name} over {at.network}, {at.workload}", mode.reason) for at in results.cells for mode in at.modes
@@ -164,7 +164,7 @@ def failures(results: Results) -> list[str]:
 
 
 def lines(results: Results) -> Iterator[str]:
-    """Yield the lines of the Markdown page."""
+    """Yield the lines of the Markdown page that shows the results."""
     suite, cells = results.suite, [cell for cell in results.cells if not cell.skipped]
     fastest = Counter(name for name in map(_fastest, cells) if name)
     found = ", ".join(f"`{name}` in {number} of {len(cells)}" for name, number in fastest.most_common())
@@ -192,7 +192,7 @@ def lines(results: Results) -> Iterator[str]:
 
 
 def _fastest(cell: Cell) -> str:
-    """Return the mode with the shortest step, empty if the second is not slower beyond noise."""
+    """Return the mode (not a bound) with the shortest step; empty if the second differs from it only by noise."""
     modes = {name: each.step_s for name, each in cell.measured().items() if not each.is_bound}
     first, *others = sorted(modes, key=lambda name: statistics.median(modes[name])) or [""]
     over = [ratio(modes[name], modes[first]) for name in others[:1]]
@@ -215,9 +215,9 @@ def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
 def compare(baseline: Results, new: Results) -> tuple[str, int]:
     """Return the verdict with a table for each cell, and the number of regressions. Bounds are not compared.
 
-    A changed ratio counts if the change exceeds `TOLERANCE` and the noise band: the standard error times the normal
-    quantile of one-sided error `FALSE_ALARMS` / number of comparisons (Bonferroni). Any higher count is a regression.
-    Raises `ConfigError` if machines, settings or cells differ, or the baseline has no ratio to compare.
+    A mode is slower or faster if its ratio changed by over `TOLERANCE` and the noise band: standard error times the
+    normal quantile of one-sided error `FALSE_ALARMS` / number of comparisons (Bonferroni). An increase in any of its
+    `counts` is a regression. Raises `ConfigError` if machines, settings or cells differ, or the baseline has no ratio.
     """
     old, here = (
         {name: each.environment[name] for name in MACHINE}
@@ -250,7 +250,7 @@ def compare(baseline: Results, new: Results) -> tuple[str, int]:
 
 
 def _times(old: Cell, new: Cell, reference: str) -> Iterator[tuple[str, str, Ratio, Ratio | None, str]]:
-    """Yield mode, timed quantity, the ratios of both runs and a reason if the new one is missing (`None`)."""
+    """Yield mode, timed quantity, old ratio, new ratio (`None` if missing), and the reason if it is missing."""
     after = ratios(new, reference)
     for (name, what), value in ratios(old, reference).items():
         if not old.measured()[name].is_bound:

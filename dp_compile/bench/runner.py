@@ -27,7 +27,7 @@ _TURN_TIMEOUT_S: Final = 120.0
 
 
 def run(suite: Suite, path: Path) -> Results:
-    """Measure a suite. The file at `path` is replaced after each cell."""
+    """Measure a suite. After each cell (workload over a network), write all results so far to `path`."""
     results = Results(suite, environment(), datetime.now(UTC).isoformat(timespec="minutes"))
     with tempfile.TemporaryDirectory(prefix=f"dpbench_{os.getpid()}_") as scratch:
         runner = Runner(suite, Path(scratch))
@@ -46,7 +46,7 @@ class Runner:
     scratch: Path
 
     def probe(self, name: str) -> Cell:
-        """Write expected gradients; measure `compute` if a network's rate needs it. The cell has no network yet."""
+        """Return a workload's cell, without network. Write expected gradients, time `compute` if a rate needs it."""
         say(f"{name}: gradients of one process")
         cell, compute_s = Cell(name, "-"), 0.0
         try:
@@ -78,7 +78,7 @@ class Runner:
         return replace(cell, rate_mbit=rate_mbit, alpha_us=alpha_us, mb_per_s=mb_per_s, modes=modes)
 
     def _modes(self, name: str, place: Placement, where: str) -> tuple[ModeResult, ...]:
-        """Start every mode `suite.starts` times, then time the processes of the last start."""
+        """Start every mode `suite.starts` times, then time steps in the processes of the last start."""
         found = {each: ModeResult(each) for each in self.suite.modes}
         running: dict[str, Ranks] = {}
         starts = self.suite.starts + (self.suite.caches == WARM)  # an additional start fills the cache
@@ -96,7 +96,7 @@ class Runner:
         return tuple(replace(each, starts_s=each.starts_s[last:]) for each in found.values())
 
     def _start(self, ranks: Ranks, name: str, result: ModeResult) -> ModeResult:
-        """Build the mode on the ranks, compare its gradients and warm it up."""
+        """Build the mode of `result` on the ranks, compare its gradients with the expected ones, and warm it up."""
         try:
             made = mode(result.name)
             expected = "" if made.is_bound else self._file(f"gradients {name}.pt")
@@ -135,7 +135,7 @@ class Runner:
         return float(max(ranks.run(steps, self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
 
     def _cache(self, name: str, mode: str) -> dict[str, str]:
-        """Return the variable for the cache of compiled code, empty for `shared`: the machine's cache."""
+        """Return the variable that sets the directory of compiled code; `{}` for `shared`, the machine's directory."""
         if self.suite.caches == COLD:
             return {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(prefix="cache_", dir=self.scratch)}
         kept = self._file(f"cache {name} {mode}")

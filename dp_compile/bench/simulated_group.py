@@ -2,11 +2,11 @@
 
     values     as if all n ranks held equal tensors: a sum is n times the tensor, an average is the tensor
     time       alpha + beta * bytes, one collective at a time, in launch order
-    CPU        a thread sleeps until each deadline, so waiting costs almost no CPU time
+    CPU        a thread sleeps until the end of a collective, so waiting costs almost no CPU time
     GPU        a kernel spins on a separate stream; `wait` blocks only the current stream
 
-Importing this module registers the backend `fabric` with torch. The environment variable `VARIABLE` sets its cost. The
-store is not used, because no other rank would answer there.
+Importing this module registers the backend `fabric` with torch. The environment variable named by `VARIABLE` sets
+alpha and beta. The store of the process group is not used, because no other rank would answer there.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _T = TypeVar("_T")
 
 
 def environment(cost: AllReduceCost) -> dict[str, str]:
-    """Return the environment variables of a process whose groups have this cost."""
+    """Return environment variables that give the simulated groups of a process this cost."""
     return {VARIABLE: json.dumps(asdict(cost))}
 
 
 def hidden_from_dynamo(kind: type[_T]) -> type[_T]:
-    """Disable Dynamo in all methods: it would trace those that C++ calls in compiled code, and fail."""
+    """Disable Dynamo in all methods of a class: it would trace methods that C++ calls from compiled code, and fail."""
     for name, method in list(vars(kind).items()):
         if callable(method) and not name.startswith("__"):
             setattr(kind, name, torch.compiler.disable(method))
@@ -85,7 +85,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._send(0.5, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Copy immediately, not at the deadline: all-gathers run only before the training."""
+        """Copy at launch, not when the simulated time is over: all-gathers run only before the training."""
         with torch.no_grad():
             for each, own in zip(outputs, inputs, strict=True):
                 for tensor in each:
@@ -93,17 +93,17 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._send(0.5, [tensor for each in outputs for tensor in each])
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Used for objects by torch 2.15; earlier versions use `allgather`."""
+        """Called by torch 2.15 to gather objects; earlier versions of torch call `allgather`."""
         return self.allgather([list(output.view(self.size(), *given.shape))], [given])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all streams and launch an all-reduce of zero bytes. Blocks the host, as NCCL's barrier."""
+        """Wait for the network's streams and launch an all-reduce of zero bytes. Blocks the host, as in NCCL."""
         for network in self._streams.values():
             network.wire.synchronize()
         return self._timer.send(self.cost.seconds(0), [], 1)
 
     def _send(self, share: float, tensors: torch.Tensor | Tensors, factor: int = 1) -> dist.Work:
-        """Launch a collective that takes this share of an all-reduce's time and multiplies tensors by `factor`."""
+        """Launch a collective that takes `share` of an all-reduce's time and multiplies `tensors` by `factor`."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         device, seconds = tensors[0].device, share * self.cost.seconds(sum(tensor.nbytes for tensor in tensors))
         if device.type == "cpu":
@@ -114,7 +114,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class TimerNetwork:
-    """The network on a CPU. Deadlines are absolute: a thread that wakes late does not delay later collectives."""
+    """Simulates the network on a CPU. The end of a collective is fixed at launch, even if a thread wakes late."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class TimerNetwork:
             self._free_s = until_s = max(time.monotonic(), self._free_s) + seconds
 
         def deliver() -> None:
-            """Run the arithmetic in this thread, concurrently with the caller, as in gloo."""
+            """Multiply tensors in this thread, concurrently with the caller, as gloo does; sleep until the end."""
             try:
                 _multiply(tensors, factor)
             except Exception as error:  # `wait` raises it
@@ -163,7 +163,7 @@ class _Timed(dist.Work):
 
 
 class StreamNetwork:
-    """The network on a GPU: a stream that waits for the current stream, then spins. Arithmetic has another stream."""
+    """Simulates the network on a GPU: one stream waits for the current stream, then spins; another does arithmetic."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device  # the network's stream has high priority, so large kernels do not delay its kernel
@@ -195,7 +195,7 @@ class StreamNetwork:
 
 @hidden_from_dynamo
 class _Enqueued(dist.Work):
-    """A collective on a GPU. `wait` blocks the current stream until it has ended, but never the host."""
+    """A simulated collective on a GPU. `wait` blocks the current stream, not the host, until the collective ends."""
 
     def __init__(self, wire: torch.cuda.Stream, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Enqueued(dist.Work):
         return bool(self._end.query())
 
     def get_future(self) -> Any:
-        """Return a future for torch's reducer. Its `wait` blocks the current stream on the network's current work."""
+        """Return a future for torch's reducer, to make a stream wait for all of the network's work so far."""
         future: Future[list[torch.Tensor]] = Future(devices=[self._wire.device])
         with torch.cuda.stream(self._wire):
             future.set_result(self._tensors)

@@ -1,4 +1,4 @@
-"""Suites: the workloads, modes and networks of a run, and its settings."""
+"""Suites: each lists the workloads, modes and networks of a benchmark run, and has the run's settings."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Suite:
         workloads, modes: built-in names, or `package.module:function` that returns a `Workload` or a `Mode`.
         networks: one or more, with distinct names. In TOML, tables with the fields of `Network`.
         reference: the mode in the denominator of ratios.
-        ranks: number of processes per mode, except on a simulated network.
-        warmup_steps: number of steps after the first gradients and before the turns, part of the time until warm.
-        repetitions: number of turns of each mode, alternating with the other modes. 3 or more.
+        ranks: number of processes per mode; a simulated network has one.
+        warmup_steps: number of steps after the first gradients and before timed steps; part of the time until warm.
+        repetitions: number of timed turns of each mode, 3 or more. The modes take turns.
         steps_per_turn: number of steps timed together, for workloads whose step takes a few milliseconds.
         starts: how often each mode is started and timed until warm. The processes of the last start do the turns.
-        caches: compiled code. `shared`: the machine's; `cold`: empty at each start; `warm`: filled by an untimed start.
+        caches: of compiled code. `shared`: machine's; `cold`: empty at each start; `warm`: filled by an untimed start.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Suite:
 
 
 def load(given: str) -> Suite:
-    """Return a suite by packaged name or TOML file. Adds the file's directory to `sys.path`, for user code."""
+    """Return a packaged suite by name, or that of a TOML file, whose directory is added to `sys.path` for user code."""
     path = Path(given)
     known = f"packaged ({', '.join(PACKAGED)}) or the path of a TOML file"
     require(given in PACKAGED or path.is_file(), "a suite", known, given)

@@ -33,7 +33,7 @@ START_TIMEOUT_S: Final = 900.0  # of a process start, of the first backward, whi
 
 
 def ranks_of(place: Placement, environment: Mapping[str, str]) -> Ranks:
-    """Return processes in this placement, which form the default group. They start with the first call."""
+    """Return one process per rank, to start at the first call as `place` says. Together they form the default group."""
     # Each rank compiles in its own process: a pool of workers would use memory during the turns of other modes.
     variables = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **place.environment, **environment}
     return Ranks(place.processes, begin=partial(_begin, place), environment=variables, ends_groups=False)
@@ -57,7 +57,7 @@ this: Final = SimpleNamespace()  # `trainer` and `batches` of this process, set 
 
 
 def expect(name: str, path: str) -> int:
-    """On rank 0, write the eager average gradients of 1 rank and of all, and return one set's bytes. On others, 0."""
+    """Rank 0 writes averages of eager gradients over 1 rank and over all, and returns the bytes of each; others, 0."""
     chosen, averages = workload(name), dict[int, dict[str, torch.Tensor]]()
     for ranks in {1, dist.get_world_size()} if dist.get_rank() == 0 else ():
         torch.manual_seed(SEED)
@@ -72,9 +72,9 @@ def expect(name: str, path: str) -> int:
 
 
 def start(name: str, mode_name: str, expected: str, warmup_steps: int) -> tuple[float, float, str]:
-    """Build the mode's trainer, compare its first gradients unless `expected` is empty, and warm it up.
+    """Build the mode's trainer, compare its first gradients with the file `expected` (if not empty), and warm it up.
 
-    Returns the seconds without the comparison, the largest error of a gradient, and its parameter's name.
+    Returns the seconds that this took without the comparison, the largest error of a gradient, and its parameter.
     """
     chosen, rank = workload(name), dist.get_rank()
     this.batches = batches(chosen, rank)
@@ -117,7 +117,7 @@ def steps(count: int) -> float:
 
 
 def end() -> tuple[int, Mapping[str, int]]:
-    """Return the memory peak in bytes since `start`, and the counts of the mode."""
+    """Return the memory peak in bytes since the end of `start`, and the trainer's `counts`."""
     counts = this.trainer.counts()
     if device().type != "cpu":
         return int(torch.accelerator.max_memory_allocated()), counts
@@ -141,8 +141,8 @@ def batches(workload: Workload, rank: int) -> Iterator[Batch]:
 def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
     """Return the parameter with the largest gradient error, and this error: norm(difference) / norm(expected).
 
-    The denominator is at least 1e-4 of the largest norm, because smaller gradients are rounding noise (biases of keys
-    in an attention, whose gradient is zero). Raises `ConfigError` for missing or additional gradients.
+    The denominator is at least 1e-4 of the largest norm, because smaller gradients are rounding noise (as the bias of
+    attention keys, whose exact gradient is zero). Raises `ConfigError` for missing or additional gradients.
     """
     differing = sorted(set(gradients) ^ set(expected))
     require(not differing, "missing or additional gradients", "none", differing)

@@ -74,7 +74,7 @@ class ManySmall(nn.Module):
 
 
 class BagOfWords(nn.Module):
-    """Tokens `int64[batch, time]` to logits: mean of embeddings, two layers. One parameter has nearly all bytes."""
+    """Tokens `int64[batch, time]` to logits: mean of embeddings, two layers. The embedding has nearly all bytes."""
 
     def __init__(self, vocabulary: int, width: int, classes: int) -> None:
         super().__init__()

@@ -23,10 +23,10 @@ HookFunction = TorchHook | FunctionalHook
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
-    """A hook. If `is_called`, `function(state, bucket)` gets each full bucket and returns a future of the reduced one.
+    """A comm hook. If `is_called`, `function(state, bucket)` takes full buckets and returns futures of reduced ones.
 
-    `averaging`: the equivalent reduction; its `hook` is `CALLED` if the engine has to call the function. `why_called`:
-    why backwards with the hook are not captured; empty if they are.
+    `averaging`: the hook as a reduction; `averaging.hook` is `CALLED` if the engine has to call the function.
+    `why_called`: why backwards with the hook are not captured; empty if they are captured.
     """
 
     state: Any
@@ -50,13 +50,13 @@ class CommHook:
 
     @property
     def statement(self) -> str:
-        """Text that ranks compare, because either all of them call the hook or none."""
+        """Text that ranks compare, because either all ranks must call the hook or none."""
         memory = "" if self.memory is None else f", after {self.memory.backwards} backwards"
         return self.name if self.is_called else f"{self.name}, as {self.averaging}{memory}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:
-    """Check a function and its state, and return the hook."""
+    """Check a hook function and its state, and return both as a `CommHook`."""
     if isinstance(function, FunctionalHook):
         if not isinstance(state, HookState):
             raise ConfigError(
@@ -94,11 +94,11 @@ _WIRES: Final = {  # the dtype in which torch's own hooks average, by their code
 
 
 def _cast_of(function: TorchHook) -> Averaging | None:
-    """Return the averaging of a hook of torch that casts and averages, or `None` for any other function.
+    """Return the averaging of one of torch's hooks that only cast and average; `None` for any other function.
 
     The state of these hooks is the group over which they average (`None`: the default group, not the module's). They
-    cast, divide by the number of ranks, sum and cast back. We divide first and round once: the same numbers if the
-    number of ranks is a power of two, else one rounding less.
+    cast, divide by the number of ranks, sum and cast back. This package divides and casts in one rounding: the same
+    numbers if the number of ranks is a power of two, else one rounding less.
     """
     code = getattr(function, "__code__", None)
     if code not in _WIRES:

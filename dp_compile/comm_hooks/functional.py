@@ -7,8 +7,8 @@ A hook is a generator. It yields the input of each collective, and receives the 
         ...
         return reduced, state
 
-After the last round each rank computes alone, and all must get the same bits, including ranks whose backward was not
-captured. In a graph, therefore, an op calls the same function with eager kernels (`passes/reduction.py`, `hook_step`).
+After the last collective each rank computes alone, and all ranks must get the same bits, also if only some backwards
+were captured. So in a captured graph an op runs the hook with eager kernels (`passes/reduction.py`, `hook_step`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HookBucket(NamedTuple):
 
     Args:
         gradients: this rank's gradients of a bucket, not divided by `ranks`, each in its parameter's shape and dtype.
-        state: the state of each gradient, from the hook's `initial_state` or its last call.
+        state: the state of each gradient, which the hook's `initial_state` or its last `reduce` returned.
         ranks: number of ranks in the module's group.
         rank: this rank's number in that group.
     """
@@ -52,7 +52,7 @@ class HookBucket(NamedTuple):
 
 
 class FunctionalHook:
-    """Base class of comm hooks as pure functions: frozen dataclasses whose fields are options, equal on every rank.
+    """Base class of comm hooks as pure functions. A subclass is a frozen dataclass of options, equal on all ranks.
 
     `rounds`: the collectives of every bucket, in order. `reduce` yields the input of each and receives its result:
 
@@ -61,9 +61,9 @@ class FunctionalHook:
       parts for this rank, in the order of the sending ranks.
     - `all_gather`: the inputs of all ranks, in rank order.
 
-    The results of the last two have one dimension. Tensors are sent in the dtype in which they are yielded; gloo does
-    not support float8: view it as `uint8`. The gradients in a bucket may change from one backward to the next, so
-    state is kept per gradient.
+    Results of `all_to_all` and `all_gather` have one dimension. Tensors are sent in the dtype in which `reduce` yields
+    them. gloo does not support float8: view it as `uint8`. Gradients in a bucket may change from one backward to the
+    next, so state is kept per gradient.
     """
 
     rounds: ClassVar[tuple[str, ...]] = (ALL_REDUCE,)
@@ -75,10 +75,10 @@ class FunctionalHook:
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
         """Reduce a bucket: `received = yield tensor` runs the next collective of `rounds` on each rank's `tensor`.
 
-        Returns the reduced gradients, in the order, shapes and dtypes of the bucket's, and the new state of each, with
+        Returns the reduced gradients, with the bucket's order, shapes and dtypes, and the new state of each, with
         unchanged names, shapes and dtypes. Input tensors must not be written to. The reduced gradients must be equal on
         all ranks; states may differ. Shapes of yielded tensors must depend on input shapes only, and be equal on all
-        ranks. If a reduced gradient is not finite, its old state is kept.
+        ranks. If a reduced gradient is not finite, the old state of this gradient is kept.
         """
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ _hooks: weakref.WeakValueDictionary[str, FunctionalHook] = weakref.WeakValueDict
 
 
 def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
-    """Return a hook's key in plans and graphs, equal in every process, and the hook first registered with it."""
+    """Return a hook's key in plans and graphs, equal in every process, and the hook first registered with this key."""
     kind = type(hook)
     _require(
         re.search(r" at 0x[0-9a-f]+", repr(hook)) is None,
@@ -122,7 +122,7 @@ def hook_of(key: str) -> FunctionalHook:
 
 
 class HookState:
-    """The state of a `FunctionalHook`: `model.register_comm_hook(dp_compile.HookState(), hook)`. For one module.
+    """The state of a `FunctionalHook`: `model.register_comm_hook(dp_compile.HookState(), hook)`. One per module.
 
     Each rank saves and loads its own state, because values that were not sent yet differ between ranks. States are
     kept by parameter name, so they can be loaded under any plan of buckets.
@@ -178,7 +178,7 @@ class HookState:
         return self._tensors.get(name, {})
 
     def restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy the tensors of a `state_dict()`."""
+        """Replace this state by a copy of a `state_dict()`."""
         self.backwards, self._tensors = state_dict["backwards"], _copies(state_dict["tensors"])
 
     __getstate__, __setstate__ = state_dict, restore
@@ -220,8 +220,8 @@ def _kinds(tensors: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 @functools.lru_cache(maxsize=4096)
 def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
-    """Return the bytes that a hook sends in each round for one gradient, from a run on a meta tensor as the only one of
-    its bucket; `()` if the hook raises, as when sizes depend on values."""
+    """Return the bytes that a hook sends in each round for a bucket of one gradient, found by a run on a meta tensor;
+    `()` if the hook raises, as when sizes depend on values."""
     assert reduction.hook is not None
     hook, like = hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
     try:
@@ -246,11 +246,11 @@ class HookRun:
     _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
 
     def step(self, received: Tensors) -> list[torch.Tensor]:
-        """Return a list of the next tensor to send, or of the reduced gradients after the last round.
+        """Return a list: the next tensor to send or, after the last round, the reduced gradients.
 
-        `received`: the results of all earlier rounds. The returned tensors are contiguous copies, because the sum
-        overwrites the sent tensor, to which the hook may still refer. Raises a `ConfigError` if the hook violates the
-        contract of `FunctionalHook.reduce`.
+        `received`: the results of all earlier rounds. The returned tensors are contiguous copies, because an
+        all-reduce overwrites the sent tensor, to which the hook may still refer. Raises a `ConfigError` if the hook
+        violates the contract of `FunctionalHook.reduce`.
         """
         hook, states = hook_of(self.key), self.bucket.state
         given = [*self.bucket.gradients, *(each for state in states for each in state.values()), *received]
@@ -301,8 +301,8 @@ class HookRun:
 
 
 def _state_after(old: State, new: State, reduced: torch.Tensor) -> State:
-    """Return a copy of the new state, or of the old one if the gradient is not finite: a scaler skips this step, and
-    the new state would spoil all later ones. All ranks decide alike, because they have the same gradient."""
+    """Return a copy of the new state, or of the old one if the reduced gradient is not finite: a scaler skips such a
+    step, and the new state would spoil all later steps. All ranks decide alike: they have the same reduced gradient."""
     if not old:
         return old
     # A sum that overflows counts as not finite. The sum takes one pass; a test of each element takes three.
@@ -321,7 +321,7 @@ def bucket_of(gradients: Tensors, state: Sequence[State], group: str) -> HookBuc
 
 
 def fake_step(gradients: Tensors, received: Tensors, key: str, group: str) -> list[torch.Tensor]:
-    """Return the result of the step after these results, on fake tensors: all earlier steps run again."""
+    """Return what a hook's step gives after the results `received`, on fake tensors: all earlier steps run again."""
     # New states: `initial_state` may return a tensor that the hook keeps, which is not fake.
     state = [
         {name: torch.empty(each.shape, dtype=each.dtype, device=each.device) for name, each in one.items()}

@@ -11,13 +11,13 @@ collectives send them in float32, and each rank averages a part of them.
     error = x - q s                plus ranks (mean - q' s') in this rank's part
 
 Q is the largest number of the dtype: 127, 448, 57344. The rank that averages a part adds the error of the mean to its
-own. Each error is thus kept for an element of a parameter on some rank, wherever blocks and parts begin in the next
+own error. Thus some rank keeps each error for an element of a parameter, wherever blocks and parts begin in the next
 plan. Summed over all ranks, gradients and old errors equal returned gradients and new errors. A block with a
 non-finite element has a non-finite scale, and is non-finite on every rank.
 
 Sources: Dettmers, 8-bit approximations (arXiv 1511.04561); error feedback: Karimireddy et al. (arXiv 1901.09847), of
-both steps: Tang et al., DoubleSqueeze (arXiv 1905.05957); all-to-all and all-gather of blocks: ZeRO++'s qgZ (arXiv
-2306.10209).
+both quantisations: Tang et al., DoubleSqueeze (arXiv 1905.05957); all-to-all and all-gather of blocks: ZeRO++'s qgZ
+(arXiv 2306.10209).
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class QuantizedHook(FunctionalHook):
         return gradient.dim() < self.min_ndim
 
     def _numel(self, gradient: torch.Tensor) -> int:
-        """Return the elements that a gradient occupies: whole blocks if it is quantised."""
+        """Return the number of elements that a gradient occupies: whole blocks if it is quantised."""
         block = 1 if self._is_exact(gradient) else self.block
         return -(-gradient.numel() // block) * block
 
     def _views(self, flat: torch.Tensor, exact: torch.Tensor, bucket: HookBucket) -> list[torch.Tensor]:
-        """Return views of the gradients in the blocks of `flat`, or in `exact`."""
+        """Return a view for each gradient: in `exact` if it is sent in float32, else in the blocks of `flat`."""
         left = {False: flat, True: exact.flatten()}
         found = []
         for gradient in bucket.gradients:
@@ -110,7 +110,7 @@ class QuantizedHook(FunctionalHook):
         return found
 
     def _quantised(self, x: torch.Tensor, exact: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of each part: quantised `x`, scales, a row of `exact`. Leaves the error in `x`."""
+        """Return a row of bytes per part: quantised values, scales, a row of `exact`. Leaves the error in `x`."""
         blocks, rounded, parts = x.view(-1, self.block), scratch.view(-1, self.block), len(exact)
         torch.abs(blocks, out=rounded)
         scales = rounded.amax(1, keepdim=True).div_(_LARGEST[self.dtype]).clamp_(min=_SMALLEST_SCALE)
@@ -129,7 +129,7 @@ class QuantizedHook(FunctionalHook):
         return sent
 
     def _values(self, received: torch.Tensor, exact: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Dequantise the bytes of `_quantised` into `scratch` and `exact`, and return `scratch`."""
+        """Undo `_quantised`: dequantise into `scratch`, copy float32 gradients into `exact`, return `scratch`."""
         parts, numel = len(exact), scratch.numel() // len(exact)
         rows = received.view(parts, -1)
         scratch.view(parts, numel).copy_(rows[:, :numel].view(self.dtype))

@@ -1,7 +1,7 @@
-"""Exchange of parameters between few ranks while each computes its next gradients, and the step that mixes them.
+"""Exchange of parameters between the few ranks of an edge while they compute gradients, and the step that mixes them.
 
-step t     wait for what was sent in step t - 1        x_i(t)   own
-           mix                                         sum over the edge of step t:  W_ij(t) x_j(t)
+step t     wait for what was sent in step t - 1        x_i(t): own parameters of rank i
+           mix                                         sum of W_ij(t) x_j(t) over the ranks j of the edge of i in step t
            update with the gradient at x_i(t)          x_i(t + 1)
            send for step t + 1                         in flight during the next forward and backward
 """
@@ -40,7 +40,7 @@ ALIGNMENT_BYTES: Final = 128
 
 
 def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
-    """Return buckets of parameters in reversed order, as in decent-dp; equal on every rank."""
+    """Return buckets of a module's parameters, the last parameter first, as in decent-dp; equal on every rank."""
     group, specs = group_on(replica.group.process_group, replica.device.type), []
     for index, (name, parameter) in enumerate(zip(replica.names, replica.parameters, strict=True)):
         require(not parameter.is_complex(), name, "real", parameter.dtype, " Use two real parameters.")
@@ -49,9 +49,9 @@ def plan_of(replica: Replica, bucket_mb: float) -> BucketPlan:
 
 
 class MixedBucket:
-    """Parameters that are sent together: views of the tensors in `own`, or these tensors themselves.
+    """Parameters that are sent together: the tensors in `own`, or views of the only tensor in `own`.
 
-    `received`: views of `buffer`, the received values of each tensor in `own`. `views`: of `buffer`, one per parameter.
+    `received`: received values of each tensor in `own`. `views`: those of each parameter. All are views of `buffer`.
     """
 
     def __init__(self, bucket: Bucket, parameters: list[nn.Parameter], as_views: bool) -> None:
@@ -69,8 +69,8 @@ class MixedBucket:
 class Mixer:
     """A module's parameters in buckets (`plan_of`), and the ranks with which they are mixed.
 
-    `as_views`: move the parameters of a bucket into one buffer, which one kernel mixes. Otherwise they keep their
-    memory, and each step copies each of them to its bucket.
+    `as_views`: move the parameters of a bucket into one buffer, which one kernel mixes. Otherwise parameters keep
+    their memory, and each step copies each parameter to its bucket.
     """
 
     def __init__(self, replica: Replica, topology: Topology, *, as_views: bool) -> None:
@@ -104,9 +104,9 @@ class Mixer:
         return self.edges[step % len(self.edges)]
 
     def mix(self, before: Callable[[Edge, float], None] | None = None) -> None:
-        """Replace parameters by the average of the edge, if an exchange is in flight.
+        """Replace parameters by their average over the ranks that mix in this step, if an exchange is in flight.
 
-        `before` is called after the exchange, with the edge and its weight. Raises a `ReductionError` and mixes nothing
+        `before(edge, weight)` is called between exchange and mixing. Raises a `ReductionError` and mixes nothing
         if a parameter of this rank was moved to other memory or written to.
         """
         if not self._in_flight:
@@ -153,7 +153,7 @@ class Mixer:
         self._in_flight, self._versions = works, list(map(autograd.version_of, self._parameters))
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        """Launch an all-reduce over the ranks of an edge; `wait` waits for it."""
+        """Launch an all-reduce over the ranks of an edge; pass the returned work to `wait`."""
         with self._naming_missing(edge):
             return dist.all_reduce(tensor, op=op, group=self._groups[edge.ranks], async_op=True)
 
@@ -170,12 +170,12 @@ class Mixer:
         return self._everyone.naming_missing(self._groups[edge.ranks], self.step, what)
 
     def arrive(self) -> None:
-        """Wait for the exchange in flight. The next step still mixes with it."""
+        """Wait for the exchange in flight. The next step still mixes with the received values."""
         for work, edge in self._in_flight:
             self.wait(work, edge)
 
     def forget(self) -> None:
-        """Wait for the exchange in flight and drop it: the next step does not mix with it."""
+        """Wait for the exchange in flight and drop it: the next step does not mix with the received values."""
         self.arrive()
         self._in_flight = []
 
@@ -198,12 +198,12 @@ class Mixer:
             self.accept()
 
     def accept(self) -> None:
-        """Start the next step from the average."""
+        """Keep the average of all ranks: the next step starts from it."""
         self.kept, self.all_equal = [], True
         self.forget()
 
     def revert(self) -> None:
-        """Restore the values from before the average."""
+        """Restore the values from before `average`."""
         if not self.kept:
             raise ReductionError("there is no global average to revert. Call global_avg() first.")
         with torch.no_grad():
@@ -214,13 +214,13 @@ class Mixer:
         self.kept = []
 
     def distance_to_average(self) -> float:
-        """Return the Euclidean distance of this rank's own parameters to the average, which the parameters hold now."""
+        """Return the Euclidean distance between this rank's parameters before `average` and the average."""
         own = {id(tensor): value for tensor, value in self.kept}
         parts = ((each - own[id(each)]).double().square().sum() for bucket in self.buckets for each in bucket.own)
         return math.sqrt(float(sum(parts)))
 
     def close(self) -> None:
-        """Destroy the process groups. Parameters keep their memory."""
+        """Destroy the process groups of the edges. Parameters stay where they are in memory."""
         for group in self._groups.values():
             if distributed.is_alive(group):
                 dist.destroy_process_group(group)
@@ -229,10 +229,10 @@ class Mixer:
 
 @dataclass(eq=False)
 class MixingUpdates(Updates):
-    """A sink (`replica/sinks.py`) that mixes, clips, updates and sends at the end of each synchronised backward.
+    """A sink (`replica/sinks.py`) that mixes, updates and sends parameters at the end of each synchronised backward.
 
-    `optimizer`: over all or some parameters of the module. `max_norm`: of the gradients of each bucket separately; 0:
-    no clipping. `scaler`: if enabled, unscales, skips steps, and is updated, all at the end of the backward.
+    `optimizer`: over all or some parameters of the module. `max_norm`: norm to which each bucket's gradients are
+    clipped; 0: none. `scaler`: if enabled, unscales gradients, skips steps and updates its scale at that time.
     `averages_buffers`: global averages include buffers.
     """
 
@@ -298,7 +298,7 @@ class MixingUpdates(Updates):
         )
 
     def _update(self) -> None:
-        """Clip and update all parameters; update none if the scaler found a gradient that is not finite."""
+        """Clip gradients, and update all parameters, or none if the scaler found a gradient that is not finite."""
         self.scaler.unscale_(self.optimizer)
         for bucket in self.mixer.buckets if self.max_norm > 0 else ():
             torch.nn.utils.clip_grad_norm_(bucket.parameters, self.max_norm)
@@ -308,7 +308,7 @@ class MixingUpdates(Updates):
                 parameter.grad = None
 
     def _agree_on_scale(self, scaler: GradScaler) -> None:
-        """Take the least scale of the edge. The scales of other ranks arrive one step later, like their parameters."""
+        """Take the smallest loss scale of the ranks that mix. Scales of others arrive a step later, like parameters."""
         scaler.update()
         if self._scale is not None:
             least, work, edge = self._scale

@@ -1,4 +1,4 @@
-"""`decentralize()`: each step mixes parameters with few other ranks, and reduces no gradient."""
+"""`decentralize()`: each step mixes parameters with a few other ranks, and reduces no gradient."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def decentralize(
     sync_buffer_in_global_avg: bool = False,
     config: ReplicateConfig | None = None,
 ) -> ModuleT:
-    """Mix parameters with few neighbours of the default group in each step, in place of reducing gradients.
+    """In each step, mix parameters with a few ranks of the default group, in place of reducing gradients.
 
     Returns the same object, with the methods of `DecentralizedModule`. Each synchronised backward is a step. With all
     gradients ready, it waits for the parameters that the neighbours sent in the previous step, mixes, clips, updates
@@ -69,11 +69,11 @@ def decentralize(
         optimizer: one over parameters of `module` only, or a function that makes one from (name, parameter) pairs. Its
             method `pre_average_hook(edge, weight)`, if any, is called before parameters are mixed, when
             `parameter.comm_buffer` holds the received values, as in decent-dp.
-        lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
+        lr_scheduler_fn: makes a scheduler from the optimizer. The scheduler steps once in each training step.
         scaler: the `torch.amp.GradScaler` that scales losses in the loop. The backward unscales, skips steps and
             updates the scale, to the smallest among the ranks that mix.
         grad_clip_norm: clip the gradients of each bucket separately to this norm, as in decent-dp; 0: no clipping.
-        param_as_bucket_view: move each bucket's parameters to one buffer, which one kernel mixes; `False`: keep them.
+        param_as_bucket_view: move each bucket's parameters to one buffer, which one kernel mixes; `False`: do not.
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.
         local_world_size: ranks per node, for some topologies; `None`: environment variable `LOCAL_WORLD_SIZE`, else 1.
         sync_buffer_in_global_avg: global averages include floating-point buffers.
@@ -147,7 +147,7 @@ def decentralize(
 
 
 def mixing_of(module: nn.Module) -> MixingUpdates:
-    """Return the sink of a decentralized module. Raise an `UnsupportedModuleError` for other modules."""
+    """Return what mixes the parameters of a decentralized module. Raise `UnsupportedModuleError` for other modules."""
     for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
@@ -155,7 +155,7 @@ def mixing_of(module: nn.Module) -> MixingUpdates:
 
 
 class DecentralizedModule(nn.Module):
-    """Methods of a module while it is decentralized. Names and arguments are decent-dp's where it has them."""
+    """Methods that `decentralize` adds to a module. Where decent-dp has such a method, name and arguments are equal."""
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Replace parameters by their average over all ranks. Every rank calls it, between two steps.
@@ -181,7 +181,7 @@ class DecentralizedModule(nn.Module):
 
     @contextlib.contextmanager
     def global_average(self) -> Iterator[None]:
-        """Hold the average over all ranks inside the context, to evaluate or save. Restores own parameters on exit."""
+        """Set parameters to their average over all ranks in the context, to evaluate or save; restore them on exit."""
         self.global_avg()
         try:
             yield
@@ -193,7 +193,7 @@ class DecentralizedModule(nn.Module):
         replica_of(self).state.sync = not enable
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """Set the step size towards the edge's average: 1 (default) takes the average, 0 keeps own parameters."""
+        """Set how far a step moves towards the average of the ranks that mix: 1 (default): fully, 0: not at all."""
         require(is_number(factor) and math.isfinite(factor), "factor", "a finite number", factor)
         mixing_of(self).mixer.factor = float(factor)
 

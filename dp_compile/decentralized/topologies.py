@@ -1,9 +1,9 @@
 """Which ranks average their parameters in which step: edges and mixing matrices.
 
     step t    every rank is in exactly one edge; the parameters x of all ranks become   W(t) x
-    edge      each of its k ranks weights its own parameters by `weight`; the others share the rest equally:
+    edge      of k ranks that mix: each weights its own parameters by `weight`; the others' share the rest equally:
 
-        x_i  <-  own_factor * x_i + share * (sum of x_j over the edge, i too)
+        x_i  <-  own_factor * x_i + share * (sum of x_j over the edge, including i)
                  share = (1 - weight) / (k - 1),   own_factor = weight - share
 
 Four named topologies are those of decent-dp 0.2.3 (arXiv 2410.11998). Any other is a `Topology` of edges.
@@ -54,7 +54,7 @@ Steps = Sequence[Sequence[Edge]]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All edges of each step of a period, which repeats; each rank is in exactly one edge of a step."""
+    """The edges (ranks that mix) in each step of a repeated period; each rank is in exactly one edge of a step."""
 
     name: str
     world_size: int
@@ -86,7 +86,7 @@ class Topology:
         return tuple(dict.fromkeys(ranks for ranks in edges if len(ranks) > 1))
 
     def mixing_matrix(self, step: int) -> Array:
-        """Return `W(step)`, `(world_size, world_size)`: symmetric, rows and columns sum to 1. For any step >= 0."""
+        """Return `W(step)`, a matrix over all ranks: symmetric, rows and columns sum to 1. For any step >= 0."""
         matrix = np.zeros((self.world_size, self.world_size))
         for edge in self.steps[step % self.period]:
             matrix[np.ix_(edge.ranks, edge.ranks)] = edge.share
@@ -95,9 +95,9 @@ class Topology:
 
 
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
-    """Return `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. A single rank has no neighbour in any.
+    """Return the topology `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. One rank has no neighbours.
 
-    `local_world_size`: ranks on each node, a divisor of `world_size`. `ConfigError`: no such topology of these sizes.
+    `local_world_size`: ranks on each node, a divisor of `world_size`. Raises `ConfigError` for sizes it cannot have.
     """
     require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
     sizes = world_size, local_world_size
@@ -120,7 +120,7 @@ def _one_peer_exp(world_size: int, local_world_size: int) -> Steps:
 
 
 def _alternating_exp_ring(world_size: int, local_world_size: int) -> Steps:
-    """Pair nodes. One pair averages inside each node, then over both; the next over both, then inside each."""
+    """Pair nodes. One pair averages in each node, then over both nodes; the next pair over both, then in each."""
     local, n_nodes = local_world_size, world_size // local_world_size
     nodes = [tuple(range(node * local, (node + 1) * local)) for node in range(n_nodes)]
     steps: list[list[Edge]] = []

@@ -1,4 +1,4 @@
-"""Elastic data-parallel training: if ranks are lost or join, processes continue without restart or recompilation.
+"""Elastic data-parallel training: if ranks are lost or join, the others continue without restart or recompilation.
 
     elastic.init_process_group()
     model = dp_compile.replicate(Net())

@@ -2,7 +2,7 @@
 
     python -m dp_compile.elastic --ranks 3 --restarts 2 script.py its arguments
 
-A process that exits with an error is replaced by a joining one, at most `--restarts` times; the others continue. A
+A process that exits with an error is replaced by a new one, which joins, at most `--restarts` times; others continue. A
 process that the others have excluded, for example because it was suspended, is killed after `--kill-after` seconds.
 """
 

@@ -1,8 +1,8 @@
-"""Group membership: remaining ranks agree on the next generation, by a rendezvous in the launcher's key-value store.
+"""Group membership: ranks agree on the next generation of members at a rendezvous in the launcher's key-value store.
 
 Keys: `members`: the current generation. Ranks replace it by its direct successor only, so a rank that was suspended
 while deciding has no effect when it resumes. `G/arrivals/N`: the processes at rendezvous N after generation G. The
-first one decides; if it does not, the others start another rendezvous. `G/plan`: facts from which a joining process
+first process decides; if it does not, others start another rendezvous. `G/plan`: facts from which a joining process
 computes its plan. `joins`: processes that requested to join. `dead/U`: process U has left, was excluded, or the
 launcher saw it exit. `ended`: the training has ended, and no process can join.
 """
@@ -27,7 +27,7 @@ class LeftOutError(CommunicationError):
 
 
 class LostStateError(CommunicationError):
-    """No remaining rank has the parameters and states of the end of a step."""
+    """No remaining rank has parameters and states as they were at the end of a step."""
 
 
 class TooFewRanksError(CommunicationError):
@@ -36,9 +36,9 @@ class TooFewRanksError(CommunicationError):
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The processes of a generation, by rank. Those of the last generation keep their order; joining ones follow.
+    """The processes of a generation of the group, by rank: those of the last one, in its order, then those that joined.
 
-    `joins`: the number of join requests handled so far: the processes were admitted or are dead.
+    `joins`: the number of join requests handled so far: their processes were admitted or are dead.
     """
 
     generation: int
@@ -55,11 +55,11 @@ class Members:
 
 
 class Registry:
-    """One process's interface to the store. Every method raises `LostStoreError` if the store is gone.
+    """One process's interface to the launcher's store. Every method raises `LostStoreError` if the store is gone.
 
-    `members`: the generation of this process, before its first rendezvous its initial one. `is_in_use`: a `Training`
-    uses it. `backend`: the user's argument for every group, because torch reports "undefined" for a group that was
-    created without one.
+    `members`: the generation with this process; until its first rendezvous, the initial one. `is_in_use`: whether a
+    `Training` uses this registry. `backend`: the user's, kept for the next groups, because torch reports "undefined"
+    for a group that was created without one.
     """
 
     def __init__(self, store: Store, process: str, members: Members) -> None:
@@ -76,11 +76,11 @@ class Registry:
         return Members(generation, tuple(processes), joins)
 
     def write_plan(self, facts: Any) -> None:
-        """Publish the plan of this generation, as plain data."""
+        """Publish facts, as plain data, from which joining processes compute this generation's plan."""
         self._ask("set", f"{self.members.generation}/plan", json.dumps(facts))
 
     def read_plan(self) -> Any:
-        """Wait for the members' plan and return it. Raises `CommunicationError` if the training has ended."""
+        """Wait for the facts of `write_plan` and return them. Raises `CommunicationError` if the training has ended."""
         while not self._has(key := f"{self.current().generation}/plan"):  # the latest generation may change
             self._wait_as_one_that_joins()
         return json.loads(self._ask("get", key))
@@ -96,17 +96,17 @@ class Registry:
         return len(self._names("joins")) > self.members.joins
 
     def join(self) -> None:
-        """Request to join, and wait until the members have admitted this process. Raises as `read_plan`."""
+        """Request to join; wait until members admit this process. Raises `CommunicationError` if training has ended."""
         self._ask("append", "joins", f"{self.process}\n")
         while self.process not in (current := self.current()).processes:
             self._wait_as_one_that_joins()
         self.members = current
 
     def meet(self, *, grace_s: float, min_ranks: int, wait_s: float) -> None:
-        """Agree with the remaining members on the next generation. The first one to arrive excludes missing members.
+        """Agree with the remaining members on the next generation. The first to arrive excludes missing members.
 
-        `grace_s`: how long the first one waits for members not known to be dead. `min_ranks`: least size of the new
-        generation. `wait_s`: how long to wait for joining processes if fewer remain.
+        `grace_s`: how long the first waits for members not known to be dead. `min_ranks`: least size of the new
+        generation. `wait_s`: how long to wait for joining processes if fewer than `min_ranks` remain.
         """
         for number in itertools.count(1):
             arrivals = f"{self.members.generation}/arrivals/{number}"

@@ -44,7 +44,7 @@ _registry: Registry | None = None
 def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.default_pg_timeout) -> None:
     """Initialize the default process group, also in a process that joins a training later.
 
-    Returns when every process that the launcher started has called it or exited. A process that calls it more than
+    Returns when every process that the launcher started has called this or exited. A process that calls more than
     five minutes after the first one is excluded. A joining process is alone in its group for its first step.
 
     Args:
@@ -52,7 +52,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
 
     Raises:
         ConfigError: the environment has no key-value store of a launcher.
-        LeftOutError: this process called it too late.
+        LeftOutError: this process called too late.
     """
     global _registry
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -72,7 +72,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = dist.
 
 
 def _init_process_group(registry: Registry, timeout: timedelta) -> None:
-    """Create the default group of the members."""
+    """Create the default process group of the members in `registry`."""
     members, process = registry.members, registry.process
     of_one = f" of {process}" if len(members.processes) == 1 else ""  # a joining process has its own generation 0
     store = PrefixStore(f"dp_compile.elastic/group {members.generation}{of_one}", registry.base)
@@ -148,7 +148,7 @@ class Training:
 
     @property
     def generation(self) -> int:
-        """The number of the group, incremented when ranks are lost or join. Equal on all of its ranks."""
+        """The number of the group, incremented when ranks are lost or join. Equal on all ranks of the group."""
         return self._registry.members.generation
 
     @property
@@ -226,7 +226,7 @@ class Training:
                 )
 
     def _begin(self) -> tuple[torch.Tensor, Any]:
-        """Launch the vote on joining processes: an all-reduce that overlaps the step, and fails if a rank is lost."""
+        """Launch the vote on admitting processes: an all-reduce that overlaps the step, and fails if a rank is lost."""
         if self._has_left:
             raise LeftOutError("this rank has left the training with an error. End the process; a new one may join.")
         if any(replica.state.uneven is not None for replica in self._replicas()):
@@ -288,7 +288,7 @@ class Training:
             each.load_state_dict(state)
 
     def _meet(self) -> None:
-        """Form the next generation with the remaining ranks."""
+        """Form the next generation of the group, with remaining and joining ranks."""
         distributed.end_all_groups()  # ranks that wait for this one fail immediately
         before = self._registry.members.processes
         self._registry.meet(grace_s=self._grace_s, min_ranks=self._min_ranks, wait_s=self._wait_s)
@@ -378,7 +378,7 @@ class Training:
 
 
 class _Standing(NamedTuple):
-    """The status of a rank. `steps` is -1 if it joins, or lost a step after its parameters had changed."""
+    """The status of a rank. `steps` is -1 if the rank joins, or lost a step after its parameters had changed."""
 
     steps: int
     statement: list[Any]
@@ -392,8 +392,8 @@ def regroup(replica: Replica, group: dist.ProcessGroup, generation: int) -> None
     """Set the group over which a replica averages. Call it between backwards, on every rank of `group`.
 
     From then on compiled code takes the number of ranks as an argument, so another number needs no recompilation.
-    Counters that must be equal on all ranks restart. `group` has the name of the last one, by which compiled code finds
-    it. `generation` is equal on all of its ranks and different for each group.
+    Counters that must be equal on all ranks restart. `group` has the name of the previous group, by which compiled
+    code finds it. `generation` is equal on all ranks of `group` and different for each group.
     """
     ranks, averaging = dist.get_world_size(group), replica.group.averaging
     divide_by = averaging.divide_by if replica.config.gradient_divide_factor is not None else float(ranks)

@@ -1,7 +1,7 @@
 """accelerate: `from dp_compile.integrations.accelerate import Accelerator`, with all other code unchanged.
 
-accelerate's `prepare_model` wraps a model with torch's DDP, and compiles the result. Here its own method does all but
-these two: it prepares the model as for evaluation, with the compiler off.
+accelerate's `prepare_model` wraps a model with torch's DDP, and compiles the result. Here accelerate's method does
+neither: it prepares the model as for evaluation, with the compiler off. Then this module wraps and compiles.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _PLAIN_FORWARD: Final = "_original_forward"  # accelerate's name of the forward 
 class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     """accelerate's `Accelerator`, whose `prepare` wraps models with `dp_compile.DistributedDataParallel`.
 
-    Takes the arguments of accelerate's; `DistributedDataParallelKwargs` keeps its meaning. With a `dynamo_plugin` or
-    `dynamo_backend` the prepared model is compiled, and its backward and reductions become one graph. Regional
+    Takes the arguments of accelerate's class; `DistributedDataParallelKwargs` keeps its meaning. With `dynamo_plugin`
+    or `dynamo_backend` the prepared model is compiled, and its backward and reductions become one graph. Regional
     compilation compiles the blocks in place.
 
     In a compiled model, `trigger_sync_in_backward` and `join_uneven_inputs` find the wrapper, and `unwrap_model`
-    keeps it.
+    does not take it out of that model.
 
     Args:
         replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` overrides its fields.
@@ -89,7 +89,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Same as accelerate's, but for training wrap with `dp_compile.DistributedDataParallel`, then compile."""
+        """Same as accelerate's, but wrap for training in `dp_compile.DistributedDataParallel`, and compile that."""
         is_again = isinstance(unwrap(model), DistributedDataParallel) and getattr(model, _PREPARED, False)
         if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -117,13 +117,13 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Same as accelerate's, but also for a compiled model, which accelerate's ignores."""
+        """Same as accelerate's, but also for a compiled model, which accelerate's method ignores."""
         return AcceleratesOwn.trigger_sync_in_backward(unwrap(model))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Same as accelerate's, but keep the wrapper inside the compiled model passed to it."""
+        """Same as accelerate's, but leave the wrapper in a compiled `model`: only the returned model is without it."""
         wrapper = unwrap(model)
         if not keep_torch_compile or wrapper is model or not isinstance(wrapper, DistributedDataParallel):
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -147,7 +147,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
 
 
 def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
-    """Same as accelerate's `compile_regions`, but in place: that one copies every module above a block."""
+    """Same as accelerate's `compile_regions`, but in place: accelerate's copies every module that contains a block."""
     if is_repeated_blocks(module):
         for block in module.children():
             compile_in_place(block, **options)

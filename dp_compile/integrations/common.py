@@ -25,7 +25,7 @@ TESTED: Final = {  # first release, and first one not supported, as in extras te
 
 
 def refuse_other_versions(package: str) -> None:
-    """Raise for untested releases, because integrations override methods that are not public API."""
+    """Raise if the installed release is untested, because integrations override methods that are not public API."""
     installed, (first, end) = version(package), TESTED[package]
     # `1.15.0rc1+cpu` is (1, 15): the last number may have letters.
     release = tuple(int(part) for part in installed.split("+")[0].split(".")[:2] if part.isdigit())
@@ -38,7 +38,7 @@ def refuse_other_versions(package: str) -> None:
 
 
 def options(given: ReplicateConfig | None, backend: str | None = None) -> ReplicateConfig:
-    """Return the user's options; by default, the backend of the forward also compiles the backward."""
+    """Return the user's options. By default `backend`, that of the forward, also compiles the backward."""
     require(isinstance(given, ReplicateConfig | None), "replicate_config", "a ReplicateConfig", type(given))
     return given or (ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig())
 

@@ -1,4 +1,4 @@
-"""For `lightning`: an import registers `strategy="dp_compile"` with its `Trainer` and its `Fabric`."""
+"""For `lightning`: importing this module registers `strategy="dp_compile"` with Lightning's `Trainer` and `Fabric`."""
 
 from __future__ import annotations
 

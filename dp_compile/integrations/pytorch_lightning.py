@@ -1,4 +1,4 @@
-"""For `pytorch_lightning`: an import registers `strategy="dp_compile"` with its `Trainer` and its `Fabric`."""
+"""For `pytorch_lightning`: importing this module registers `strategy="dp_compile"` with its `Trainer` and `Fabric`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _Wrapping:
 
 
 class TrainerStrategy(_Wrapping):
-    """Lightning's `DDPStrategy` for its `Trainer`, with `dp_compile.DistributedDataParallel` in it.
+    """Mixin for the `DDPStrategy` of Lightning's `Trainer`: wraps modules with `dp_compile.DistributedDataParallel`.
 
     Takes the arguments of `DDPStrategy`. Comm hooks are registered on CPUs too, where Lightning silently ignores them.
     Pass the compiled module, `trainer.fit(torch.compile(module))`, or compile parts of it in the module itself.
@@ -49,20 +49,20 @@ class TrainerStrategy(_Wrapping):
             self.model.register_comm_hook(self._ddp_comm_state, hook if around is None else around(hook))
 
     def teardown(self) -> None:
-        """As Lightning's, and unreplicate the module."""
+        """Do as Lightning's strategy, and unreplicate the module."""
         wrapper = getattr(self, "model", None)
         super().teardown()  # type: ignore[misc]
         take_off(wrapper)
 
 
 class FabricStrategy(_Wrapping):
-    """Lightning Fabric's `DDPStrategy`, as `TrainerStrategy`."""
+    """Mixin for the `DDPStrategy` of Lightning Fabric: wraps modules as `TrainerStrategy` does."""
 
     setup_module = _Wrapping._wrap
 
 
 def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:
-    """Create and register the strategies of a Lightning package, whose registries no entry point fills. `trainer`,
+    """Create and register the strategies of a Lightning package: no entry point fills its registries. `trainer`,
     `fabric`: the modules in which the package has its `Trainer` and its `Fabric`."""
     package = trainer.partition(".")[0]
     refuse_other_versions(package)

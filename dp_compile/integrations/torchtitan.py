@@ -1,8 +1,8 @@
 """torchtitan: `parallelize` as the `parallelize_fn` of a model spec, with all other code unchanged.
 
 torchtitan 0.3 cannot keep whole parameters on each rank: its data parallelism is FSDP, possibly with a shard degree
-of one. Its trainer calls this function with a model on the meta device, and initialises the model afterwards. It
-divides the loss by the tokens of all ranks, so gradients are summed here, not divided.
+of one. Its trainer calls `parallelize` with a model on the meta device, and initialises the model afterwards. The
+trainer divides the loss by the tokens of all ranks, so gradients are summed here, not divided.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parallelize(
     dump_folder: str,
     replicate_config: ReplicateConfig | None = None,
 ) -> ModelT:
-    """Replicate a decoder model of torchtitan over `dp_replicate`: `dataclasses.replace(spec, parallelize_fn=this)`.
+    """Replicate a torchtitan decoder over `dp_replicate`: `dataclasses.replace(spec, parallelize_fn=parallelize)`.
 
     Activation checkpointing, compilation of each transformer block and mixed precision are as in torchtitan's
     `parallelize_llama`. A model on the meta device is replicated in its first forward, when it has values.
@@ -60,8 +60,8 @@ def parallelize(
     Args:
         model: the trainer's model, on the meta device or with values. It is modified.
         parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: as torchtitan passes them.
-            `inductor` and `aot_eager` also compile the backward; with any other backend Inductor compiles it.
-        replicate_config: options of `dp_compile.replicate`, by `functools.partial`. The job's dtypes override them.
+            `inductor` or `aot_eager` for the forward also compiles the backward; otherwise Inductor compiles it.
+        replicate_config: options of `dp_compile.replicate`, given by `functools.partial`. The job's dtypes come first.
 
     Raises:
         ConfigError: the job uses shards, other parallelism, quantization, offloading or CUDA graphs, or an option that
@@ -93,8 +93,8 @@ def parallelize(
 
 
 class _Steps(Installed):
-    """Forward pre-hook, after the one that starts the replication. Only the last micro step of a step reduces: if
-    each did, gradients that are reduced already would be summed again."""
+    """Forward pre-hook that lets only the last micro step of a step reduce: if each did, gradients that are reduced
+    already would be summed again. Runs after the pre-hook that starts the replication."""
 
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps, self._done = micro_steps, 0
@@ -125,7 +125,7 @@ class _Steps(Installed):
 
 
 def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
-    """Raise for options of shards, which have no effect on whole parameters, and for unsupported options."""
+    """Raise if the job sets options for shards, which have no effect on whole parameters, or unsupported options."""
     asked = {_SPLITS[name]: degree for name in _SPLITS if (degree := getattr(parallel_dims, name)) > 1}
     if asked:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` before a user's trainer class.
+"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` as first base of a user's class.
 
-A `Trainer` leaves wrapping and compiling to an `Accelerator`. Ours converts it to the class of `accelerate.py`.
+A `Trainer` leaves wrapping and compiling to an `Accelerator`. The mixin converts that object to this package's class.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class DPCompileMixin:
 
     All `TrainingArguments` keep their meaning: `torch_compile=True` compiles the model with its backend, `ddp_*` are
     as for torch's DDP, `average_tokens_across_devices` stays exact. Checkpoints have the model's own class and keys,
-    so either kind of trainer can continue a run.
+    so a trainer with or without this mixin can continue a run.
 
     After training, or an error in it, the model is unreplicated, and another trainer can use it. Callbacks up to
     `on_train_end` can call `dp_compile.report(model)`.
 
-    Gradients of a model that was evaluated before training are reduced too. transformers' own trainer does not do so.
+    Gradients of a model that was evaluated before training are reduced too; transformers' own trainer omits that.
 
     Args:
         replicate_config: options of `dp_compile.replicate`; `ddp_*` arguments override its fields.
 
     Raises:
-        ConfigError: one process has several GPUs, models would be sharded, or `Accelerator` raises it.
+        ConfigError: one process has several GPUs, models would be sharded, or `Accelerator` raises a ConfigError.
         UnsupportedModuleError: the model is wrapped or replicated already.
     """
 
@@ -52,7 +52,7 @@ class DPCompileMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Same as the trainer's, then convert its accelerator to ours."""
+        """Do as `transformers.Trainer`, then convert its accelerator to the `Accelerator` of this package."""
         if self.args.n_gpu > 1:
             raise ConfigError(
                 f"one process has {self.args.n_gpu} GPUs: transformers would use torch's DataParallel in it. Start "
@@ -64,7 +64,7 @@ class DPCompileMixin:
         Accelerator.take_over(self.accelerator, self.replicate_config)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Same as the trainer's, then unreplicate the model."""
+        """Train as `transformers.Trainer`, then unreplicate the model."""
         # Otherwise a model that evaluation or the last training prepared would pass for a wrapped one.
         self.model_wrapped = self.model
         try:
@@ -73,7 +73,7 @@ class DPCompileMixin:
             take_off(unwrap(self.model_wrapped))
 
     def training_step(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Same as the trainer's, but raise an UnsupportedModuleError if the model was not wrapped for reduction."""
+        """Do as `transformers.Trainer`; raise an UnsupportedModuleError if the model was not wrapped for reduction."""
         inner, by_hooks = unwrap(model), (self.replicate_config or ReplicateConfig()).uses_python_hook()
         is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
         has_others = self.args.world_size > 1
@@ -87,4 +87,4 @@ class DPCompileMixin:
 
 
 class DPCompileTrainer(DPCompileMixin, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` over this package; see `DPCompileMixin`."""
+    """`transformers.Trainer` with `DPCompileMixin`, whose documentation has arguments and errors."""

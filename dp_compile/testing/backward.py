@@ -83,8 +83,8 @@ class Training:
 class Counts:
     """Counts of a captured backward: `collectives`, including the model's own, and `reduced_nbytes` of all buckets.
 
-    Over all steps: `graphs` compiled for forward and backward, `captures` (traces) of the backward, and `recompiles`,
-    the sum of these two in identical later steps.
+    Over one step and identical later steps: `graphs` compiled for forward and backward, and `captures` (traces) of the
+    backward. `recompiles`: the sum of both in the later steps alone.
     """
 
     collectives: int
@@ -96,7 +96,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SeenBackward:
-    """A captured backward."""
+    """What `backward_of` returns about a captured backward: the plan, plan and graph as text, and counts."""
 
     plan: BucketPlan
     plan_text: str
@@ -164,7 +164,7 @@ def _assert_text(found: str, expected: str | os.PathLike[str], what: str) -> Non
 
 
 def backward_of(training: Training, *, link: str, ranks: int, on: str = "cpu") -> SeenBackward:
-    """Capture the backward of a training on this rank alone and return its plan, graph and counts.
+    """Capture the backward of a training in this process alone, and return the backward's plan, graph and counts.
 
     Nothing is sent; gradients are summed and divided as with gloo. Only rank 0's batch of step 0 is used. Dynamo's
     caches in this process are dropped before and after.
@@ -247,7 +247,7 @@ def _seen(
 
 
 def plan_text(plan: BucketPlan) -> str:
-    """Return a line for each bucket: its size, dtype and gradients, not the reasons. Equal plans have equal texts."""
+    """Return a line per bucket: size, dtype and gradients, without the plan's reasons. Equal plans have equal texts."""
     gradients = [gradient for gradient in plan.gradients if gradient.name != UNUSED_FLAGS]
     lines = [f"{count(len(plan.buckets), 'bucket')}, {count(len(gradients), 'gradient')}, {plan.nbytes:,} bytes"]
     for number, bucket in enumerate(plan.buckets):

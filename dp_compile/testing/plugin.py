@@ -1,4 +1,4 @@
-"""A pytest plugin, not an entry point of the distribution, because pytest would then import torch in every run."""
+"""A pytest plugin, to be loaded by name: as an entry point, it would make pytest import torch in every run."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ class RankError(AssertionError):
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """`world_size` processes in one group. The first call starts them; they end with the thread that made this call.
+    """`world_size` processes in one group. The first call of `run` starts them; they end with the thread that made it.
 
     Args:
-        method: as in `multiprocessing`. `forkserver` can preload torch, so that a pool for every test is cheap.
+        method: start method of `multiprocessing`. `forkserver` can preload torch: a pool for every test is then cheap.
         begin: `begin(rank, world_size, directory)` is called on each rank before anything else. The file `rankN.log`
             of the directory is shown when the rank dies or hangs.
         environment: variables of spawned processes, in addition to this one's.
-        ends_groups: destroy the process groups of each call after it: a thread of each gloo group polls at 100 Hz.
+        ends_groups: after each call, destroy process groups that were made: each gloo group has a thread that polls.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Return the result of `function(*args)` on each rank. Function, arguments and results are pickled.
 
         Raises:
-            RankError: on some rank it raised or took over `timeout_s`, or the rank died; the pool is stopped.
+            RankError: on some rank `function` raised or took over `timeout_s`, or the rank died; the pool is stopped.
         """
         results = self._call(function, args, timeout_s)
         if all(ok for ok, _ in results.values()):

@@ -30,7 +30,7 @@ Inductor (two blocks of width 32, 4 steps): 6e-7 for float32, 0.033 for bfloat16
 
 
 class _Difference(NamedTuple):
-    """Difference of one tensor from torch's DDP, relative to its largest element. Sorts by step."""
+    """Difference of one tensor from that of torch's DDP, relative to the latter's largest element. Sorts by step."""
 
     step: int
     what: str
@@ -59,12 +59,12 @@ def assert_same_training(
         ranks: number of processes to start, at least 2; or a running pool, which keeps running.
         steps: number of backwards, each with a step of the optimizer.
         backend: compiler of the forward and the backward; `None`: nothing is compiled.
-        rtol: share of torch's largest element; `None`: float64 1e-10, float32 1e-4, float16 0.02, bfloat16 0.1.
+        rtol: allowed share of the largest element; `None`: float64 1e-10, float32 1e-4, float16 0.02, bfloat16 0.1.
         atol: absolute difference allowed in addition to that of `rtol`.
         timeout_s: seconds for the whole comparison.
 
     Returns:
-        The largest difference of an element over the largest element of its tensor.
+        The largest difference of an element, divided by the largest element of its tensor.
 
     Raises:
         AssertionError: a tensor differs, or no compiled backward was captured; `RankError`: a rank failed or hung.
@@ -102,7 +102,7 @@ def assert_same_training(
 def _train_both(
     training: Training, steps: int, backend: str | None, rtol: float | None, atol: float
 ) -> tuple[list[_Difference], str]:
-    """Return the differences on this rank, those too large or else the largest, and how our backwards ran."""
+    """Return this rank's differences that are too large (if none, the largest), and how dp_compile's backwards ran."""
     torch.compiler.reset()
     model, config = training.model(), training.config
     # torch 2.13 warns if `broadcast_buffers` is given, but has no other option to skip the broadcast at the start.
@@ -125,7 +125,7 @@ _History = list[tuple[str, int, dict[str, torch.Tensor]]]
 
 
 def _train(training: Training, steps: int, model: nn.Module, called: Callable[..., Any]) -> _History:
-    """Return copies of gradients by parameter after each step, and of parameters after the last one."""
+    """Train, and return copies, by parameter, of the gradients of each step and of the parameters after the last."""
 
     def copies(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         return {fully_qualified(name): each.detach().clone() for name, each in tensors if each is not None}
