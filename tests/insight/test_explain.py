@@ -97,8 +97,8 @@ def test_a_compute_bound_step_that_was_measured():
         text,
         """\
 Compute-bound: 1.50 ms exposed of 42.5 ms, measured on rank 1.
-  8 ranks, nccl on cuda, dp_compile, fixed: 3 buckets, 4 gradients, 72.0 MiB, 5
-    captured
+  8 ranks, nccl on cuda, dp_compile, fixed: 3 buckets, 4 gradients, 72.0 MiB;
+    backwards: 5 captured
   predicted end of backward and communication 40.9 ms, at best 40.9 ms (1.000);
     exposed 0.889 ms
   compute 40.0 ms, communication 7.70 ms
