@@ -50,8 +50,9 @@ def fsdp2_replicate() -> Mode:
 
 NAMES = {
     "ddp_compiled": "compiled DDP",
-    "ddp_compiled:5": "compiled DDP, 5 MiB buckets",
+    "ddp_compiled:5": "compiled DDP, 5 MiB",
     "python_reducer": "python_reducer",
+    "python_reducer:1": "python_reducer, 1 MiB",
     "chart:fsdp2_replicate": "FSDP2 replicate",
     "ours": "dp_compile, default options",
 }

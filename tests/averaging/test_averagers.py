@@ -398,12 +398,12 @@ def of_another_shape():
         bad = copy.deepcopy(good)
         bad["outer"][where][1] = bad["outer"][where][1][:1]  # of a model with one output: would fit by broadcasting
         bad["step"] = 100
-        text = rf"outer {where} of state_dict must be .*\[1\] \[1\], here \[4\]"
+        text = rf"outer {where} of state_dict must be .*tensor 1: \[1\], here \[4\]"
         with pytest.raises(dp_compile.ConfigError, match=text):
             optimizer.load_state_dict(bad)
         torch.testing.assert_close(optimizer.state_dict(), good)
     bad["outer"]["parameters"] = bad["outer"]["parameters"][:1]
-    with pytest.raises(dp_compile.ConfigError, match=r"outer parameters .*\[1\] None, here \[4\]"):
+    with pytest.raises(dp_compile.ConfigError, match=r"outer parameters .*tensor 1: None, here \[4\]"):
         optimizer.load_state_dict(bad)
     optimizer.load_state_dict(good)
     with pytest.warns(UserWarning, match="step counter"):
