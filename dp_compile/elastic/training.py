@@ -327,7 +327,7 @@ class Training:
         most = max(each.steps for each in found)
         if most < 0:
             raise LostStateError(
-                "every remaining rank had already updated parameters when a rank was lost. Restore a checkpoint."
+                "a rank was lost while every remaining one was updating parameters. Restore a checkpoint."
             )
         source = next(number for number, each in enumerate(found) if each.steps == most)
         if own.statement != found[source].statement:

@@ -211,8 +211,8 @@ def _reduce(state: BackwardState, call: _Call, watched: Watched) -> tuple[torch.
     for replica in state.replicas:
         if receiver_of(replica) is not None:
             raise ReductionError(
-                f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
-                "operator. Concurrent backward passes are not supported: run one after the other."
+                f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or one inside "
+                "the other. Concurrent backward passes are not supported: run one after the other."
             )
     for replica in state.synced:
         if not distributed.is_alive(replica.group.process_group):

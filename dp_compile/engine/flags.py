@@ -94,7 +94,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
 
 
 def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
-    """Return the flags of a rank whose backward failed, and count them as reduced. Stores the error for other ranks."""
+    """Return the flags of a rank whose backward failed, and count their reduction. Stores the error for other ranks."""
     _settled[replica.group.name] += 1
     local, channel = replica.state.step_guard, channel_of(replica)
     local.stepped.clear()
@@ -137,7 +137,7 @@ def remember(replica: Replica, bucket: Bucket, run: HookRun, flags: torch.Tensor
     """Store the new state that a functional comm hook returned for a bucket.
 
     A gradient's old state is kept if no rank gets the average: the backward of a rank failed, or no rank used the
-    parameter (`left_alone`). What the old state holds back then still has to be sent.
+    parameter (`left_alone`). What it has held back is then still to be sent.
     """
     more = flags[len(replica.parameters) :]
     holds = more[0] * more[NUMBER_BITS] == 0  # a failed rank sets bit 0 and its complement; no device sync

@@ -173,8 +173,8 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     Yields a `Measurement`. Afterwards `step_of(module).measured` is the step with the median backward. Times are host
     times for parameters on the CPU and kernel times on a GPU, including the profiler's overhead. Nothing is recompiled
     and no communication is added, so one rank may measure alone. Updates deferred to the next forward are measured if
-    it is in the block. A backward of this module alone is measured if eager hooks reduce its gradients or it was
-    compiled before. If none was measured, a warning gives the reason, and `step_of(module).measured` does not change.
+    it is in the block. Not measured: a backward that compiles, and one of several replicated modules.
+    If none was measured, a warning gives the reason, and `step_of(module).measured` does not change.
 
     Raises:
         UnsupportedModuleError: the module is not replicated, reduces no gradient, or a profiler records already.

@@ -163,5 +163,5 @@ def _refuse_model(model: nn.Module) -> None:
     if has_quantization(model.config):
         raise ConfigError(
             f"{class_name(model)} has quantized layers (float8, MXFP8 or NVFP4), which were not tried with dp_compile. "
-            f"Build its spec without these converters. {remedy}"
+            "Build its spec without their converters, or use torchtitan's own parallelize_fn."
         )

@@ -47,8 +47,8 @@ def synchronize(model: nn.Module) -> None:
 def let_readers_wait(model: nn.Module, complete: Callable[[], None]) -> None:
     """Make readers of a replicated module's parameters wait: replace its class by a subclass, and install hooks.
 
-    `complete` is called when the module is freed, because no reader waits afterwards. Drops all code compiled so far:
-    code of parts does not wait, and Dynamo does not guard on new hooks (`skip_nnmodule_hook_guards`, torch 2.13).
+    `complete` is called when the module is freed, because no reader waits afterwards. Drops all compiled code: that of
+    submodules does not wait, and Dynamo does not guard on new hooks (`skip_nnmodule_hook_guards`, torch 2.13).
     """
     root = inner_module(model)
     kind = type(root)
