@@ -67,8 +67,8 @@ class ReadyTimes:
     def launches(self, buckets: Iterable[Iterable[GradientSpec]]) -> list[float]:
         """Return when each bucket can be launched, as a share of the backward, if buckets are launched in this order.
 
-        Work that no launch needs yet is deferred (`passes/overlap.py`). So a launch follows the work that gradients
-        share, up to the last gradient in this or an earlier bucket, and the own work of all these gradients.
+        Work that no launch needs yet is deferred (`passes/overlap.py`). So before a launch run only the `own` work of
+        the gradients in this and earlier buckets, and the shared work up to the last of these gradients.
         """
         in_order = sorted(self.shares, key=self.shares.__getitem__)
         own = accumulate(self.own.get(index, 0.0) for index in in_order)
@@ -165,7 +165,7 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
     """Plan the buckets that `robust_partition` chooses: best in the worst case, for network speeds off by 0.5x to 2x.
 
     All ranks pass equal times, so they get equal plans. A backward of unknown duration is assumed to be as long as the
-    communication, because buckets matter most in this case. `gradients` may be in any order, which breaks ties.
+    communication, because buckets matter most in this case. Gradients with equal ready times keep their order.
     """
     ordered = sorted(gradients, key=times.of)
     backward_s = backward_seconds(ordered, times, cost)
