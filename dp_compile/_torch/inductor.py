@@ -84,7 +84,7 @@ def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
 
 
 class Keyed(CustomGraphPass):
-    """A graph pass for Inductor made from a frozen value; its cache key is the value's repr and source file."""
+    """Makes a callable frozen dataclass an Inductor pass; its cache key is the dataclass's repr and source file."""
 
     def __init__(self, graph_pass: GraphPassFn) -> None:
         self.graph_pass = graph_pass

@@ -210,7 +210,7 @@ class Training:
             first, hook = replica.names[0], replica.planning.comm_hook
             if replica.group.process_group is not dist.group.WORLD or replica.group.levels is not None:
                 raise ConfigError(
-                    f"elastic.Training needs the module of {first} in the default group, on one level of network."
+                    f"elastic.Training needs {first} replicated in the default group, without a 2-D device_mesh."
                 )
             if hook is not None and hook.averaging.hook is not None:
                 raise ConfigError(

@@ -41,7 +41,7 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     compilation compiles the blocks in place.
 
     In a compiled model, `trigger_sync_in_backward` and `join_uneven_inputs` find the wrapper, and `unwrap_model`
-    does not take it out of that model.
+    leaves that model unchanged.
 
     Args:
         replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` overrides its fields.

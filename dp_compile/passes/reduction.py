@@ -222,7 +222,7 @@ class EagerOps:
 
 
 class Launched(NamedTuple):
-    """A launched collective, and the tensor with its result once `work` has ended; `None`: it has."""
+    """A launched collective: `tensor` has the result once `work` has ended or if `work` is `None`."""
 
     tensor: torch.Tensor
     work: dist.Work | None
