@@ -65,7 +65,7 @@ class ReplicateConfig:
             holds at least this much, the first one of each dtype and device at 1 MiB if that is less. `math.inf`: after
             the first, one bucket per dtype and device. `None`: a planner chooses the buckets for the shortest step.
         cost: `AllReduceCost | None`, default `None`. Latency and bandwidth of an all-reduce, from `calibrate().cost`,
-            for the planner. `None`: measured once per number of ranks by host, device and backend, and cached on disk.
+            for the planner. `None`: measured once for these ranks, hosts, device and backend, and cached on disk.
         gradient_divide_factor: `float | None`, default `None`. Divisor of the sum of gradients, as FSDP2's
             `set_gradient_divide_factor`. `None`: the number of ranks. Gradients are divided before the sum; in float16,
             part of the factor is applied after it, as in FSDP. With `None`, NCCL averages dtypes other than float16.

@@ -25,8 +25,8 @@ class CommunicationError(DPCompileError, RuntimeError):
 
 
 class VoidBackwardError(CommunicationError):
-    """The backward of one rank failed. All ranks completed its collectives, so training on CPUs can continue. On GPUs
-    the other ranks may have stepped before they read its flag, so a checkpoint has to be restored."""
+    """The backward of one rank failed. All ranks completed its collectives. On CPUs without `in_backward`, training can
+    continue. Otherwise ranks may have stepped before they read its flag: restore a checkpoint."""
 
 
 class ReductionError(DPCompileError, RuntimeError):

@@ -106,4 +106,4 @@ def _dims_in(mesh: DeviceMesh, parent: DeviceMesh) -> tuple[int, ...] | None:
 
 
 def _names(mesh: DeviceMesh) -> str:
-    return ", ".join(mesh.mesh_dim_names or ("without names",))
+    return ", ".join(mesh.mesh_dim_names or ("no names",))

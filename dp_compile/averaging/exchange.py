@@ -52,7 +52,12 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
         plain = type(parameter.detach()) is torch.Tensor and parameter.layout is torch.strided
         has_average = plain and parameter.dtype in AVERAGED and not parameter.is_meta
         shown = f"a {parameter.dtype} {type(parameter.detach()).__name__} on {parameter.device}"
-        require(has_average, f"parameter {place} of params", f"dense and one of {', '.join(map(str, AVERAGED))}", shown)
+        require(
+            has_average,
+            f"parameter {place} of params",
+            f"dense, with values, of {', '.join(map(str, AVERAGED))}",
+            shown,
+        )
     if in_flight:
         for replica in {owner[0] for owner in map(owners.find, found.values()) if owner is not None}:
             replica.wait_for_updates()  # updates that an optimizer has deferred to the next forward

@@ -100,7 +100,7 @@ class PostLocalSGDOptimizer(TorchOptimizer):
 
 
 class OuterOptimizer(PostLocalSGDOptimizer):
-    """A local optimizer and, once in `every` steps, an outer SGD step with the average parameter change of all ranks.
+    """A local optimizer and, each `every` steps, an outer SGD step with the average parameter change of all ranks.
 
     DiLoCo, arXiv 2311.08105. `outer` are the parameters after the last outer step, equal on all ranks:
 

@@ -77,7 +77,7 @@ def decentralize(
         bucket_size_in_mb: MiB of parameters at which a bucket is closed.
         local_world_size: ranks per node, for some topologies; `None`: environment variable `LOCAL_WORLD_SIZE`, else 1.
         sync_buffer_in_global_avg: global averages include floating-point buffers.
-        config: options of the compiler and time-outs. Options of reductions raise an error.
+        config: for example `backend`, `param_dtype` of `mp_policy`. Options of reductions raise an error.
 
     Raises:
         ConfigError: an option or the topology's number of ranks is not allowed, or parameters are DTensors or complex.

@@ -97,7 +97,7 @@ class Topology:
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
     """Return the topology `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. One rank has no neighbours.
 
-    `local_world_size`: ranks on each node, a divisor of `world_size`. Raises `ConfigError` for sizes it cannot have.
+    `local_world_size`: ranks per node, for `alternating-exp-ring`; must divide `world_size`. Raises `ConfigError`.
     """
     require(name in _BUILDERS, "topology", f"one of {', '.join(_BUILDERS)}, or a Topology", name)
     sizes = world_size, local_world_size

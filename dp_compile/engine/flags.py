@@ -1,4 +1,4 @@
-"""Flags that ranks reduce in the last bucket of each synchronised backward, and checks of the reduced flags."""
+"""Flags that ranks reduce with the gradients of each synchronised backward, and checks of the reduced flags."""
 
 from __future__ import annotations
 
@@ -213,9 +213,9 @@ def _who_failed(replica: Replica, number: int) -> str:
             if channel is not None and rank != own and channel.store.check([key]):
                 texts.append(f"; rank {rank} left backward {backward} with an error: {channel.store.get(key).decode()}")
     text = f"rank {own}, module of {replica.names[0]}: synchronised backward {backward} is void{''.join(texts[:4])}. "
-    if replica.device.type == "cpu":
+    if replica.device.type == "cpu" and not replica.after.updates:
         return text + "No rank has averaged gradients. Call zero_grad() on every rank and continue, or stop."
-    return text + "This rank may have stepped since then. Restore a checkpoint on every rank, or stop."
+    return text + "Parameters may have been updated with it. Restore a checkpoint on every rank, or stop."
 
 
 def _who_reduced_what(replica: Replica, number: int) -> str:

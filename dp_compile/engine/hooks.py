@@ -391,8 +391,11 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
         if local.reduced is None and not is_of_other_ranks(error):
             rest = ReductionRound(replica, absent=True, silent_launches=launched)
             rest.memory = None  # launched collectives may still use it
-            # The flags are in the last bucket. Once it is launched, every rank will accept the gradients.
-            local.reduced = launched > rest.due.index((len(replica.plan.buckets) - 1, 0))
+            # Once the flags are launched, every rank will accept the gradients. Plans for deferred updates have them in
+            # their first bucket, others in the last.
+            places = [number for number, each in enumerate(replica.plan.buckets) for _ in each.members]
+            indices = [member.gradient.index for each in replica.plan.buckets for member in each.members]
+            local.reduced = launched > rest.due.index((places[indices.index(len(replica.parameters))], 0))
             rest.launch_rest(flags_of_failure(replica, error))  # with zeros
             for _, reducing in rest.flights:
                 finished(reducing)

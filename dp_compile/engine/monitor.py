@@ -171,7 +171,7 @@ _failed: Final[dict[str, tuple[str, bool]]] = {}
 
 
 def _launched(replica: Replica) -> int:
-    """Return how many collectives were launched, without those inside nodes: one per bucket, or more with a hook."""
+    """Return how many collectives were launched, without those inside nodes: see `_is_launched_once`."""
     groups, levels = [replica.group.process_group], replica.group.levels
     if levels is not None and distributed.is_alive(groups[0]):
         groups.append(distributed.group_of_name(levels.between))

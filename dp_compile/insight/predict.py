@@ -76,7 +76,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
     """Return the cost of a collective for another number of ranks, at least 2 (or two nodes), on the same link.
 
-    Latency per hop and bus bandwidth are computed from the given cost by `ring_or_tree`. `LAUNCH_US` of the latency is
+    Latency per hop (hops: `ring_or_tree`) and bus bandwidth stay as in the given cost. `LAUNCH_US` of the latency is
     independent of the ranks, as in `Link.cost`. On two levels nodes keep their size, `ranks_inside`.
     """
     launch_s, between = min(LAUNCH_US * 1e-6, cost.alpha_s), cost.between

@@ -40,8 +40,8 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
     or `dynamo_backend` the prepared model is compiled, and its backward and reductions become one graph. Regional
     compilation compiles the blocks in place.
 
-    In a compiled model, `trigger_sync_in_backward` and `join_uneven_inputs` find the wrapper, and `unwrap_model`
-    leaves that model unchanged.
+    In a compiled model, `trigger_sync_in_backward` and `join_uneven_inputs` find the wrapper; `unwrap_model`
+    removes it only from its result.
 
     Args:
         replicate_config: options of `dp_compile.replicate`; `DistributedDataParallelKwargs` overrides its fields.

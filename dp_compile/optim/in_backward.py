@@ -52,9 +52,10 @@ def in_backward(
         scaler: with `shard`: the `torch.amp.GradScaler` of the loop, if there is one.
         overlap_forward: defer updates to the next forward if their gradients are in flight at the end of a backward.
             The forward runs each update, or with `shard` waits for the all-gather, right before it first reads the
-            parameter, if the forward is one graph of `torch.compile(model, backend="dp_compile")`. Otherwise `step()`
-            or the start of the forward waits for all updates. Dynamo recompiles all code in this process. Call
-            `optim.synchronize(model)` before a read other than by a method of the module. Must be equal on all ranks.
+            parameter, if the forward is one graph of `torch.compile(model, backend="dp_compile")`. After an uncompiled
+            forward or graph breaks, `step()` or the next forward's start waits for all; other backends raise. Dynamo
+            recompiles all code in this process. Call `optim.synchronize(model)` before a read other than by a method
+            of the module. Must be equal on all ranks.
         shard: each rank reduces and updates a part of each bucket's elements, and holds only their state. The
             optimizer must update each element independently. Every rank calls this. Save with
             `full_state_dict(optimizer)`, not `optimizer.state_dict()`; load with `load_state_dict()`.

@@ -1,4 +1,4 @@
-"""Status bits of each rank, reduced as one more gradient of the plan, usually in the last bucket.
+"""Status bits of each rank, reduced as one more gradient: in the last bucket, or the first for deferred updates.
 
 | elements                | a one means                                                                       |
 |-------------------------|-----------------------------------------------------------------------------------|

@@ -212,8 +212,8 @@ class Averaging:
                 )
         if "float16" in (wire, dtype) and (largest := max(divisor, predivisor)) > MOST_IN_FLOAT16:
             raise ConfigError(
-                f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: the status bits "
-                "in their bucket would become zero. Use bfloat16 or float32, for parameters and for communication."
+                f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: the flags in "
+                "their bucket would underflow to zero. Use bfloat16 or float32, for parameters and for communication."
             )
         return Reduction(stages("sum"), 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
 

@@ -222,8 +222,8 @@ class ReplicaState:
 class Replica:
     """The state of one replicated module, created by `replicate` and found through its parameters (`owners`).
 
-    `parameters`: those with reduced gradients, in the module's order. The plan has flags as one more gradient in the
-    last bucket: a number per parameter and some for the module. Flags show which parameters some rank did not use.
+    `parameters`: those with reduced gradients, in the module's order. The plan has flags as one more gradient in a
+    bucket: a number per parameter and some for the module. Flags show which parameters some rank did not use.
     """
 
     parameters: tuple[nn.Parameter, ...]

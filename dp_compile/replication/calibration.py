@@ -156,8 +156,8 @@ def remembered_cost(replica: Replica) -> AllReduceCost | None:
     """Return the cost of collectives on a module's group, rounded to powers of two; `None` if the fit failed.
 
     Every rank must call it. It measures once for each combination of ranks, hosts, device and backend, in 0.2 to 0.4 s
-    with gloo (90 Mbit/s to loopback, 2026-11-28). The cache is a file in the directory of torch's caches on the host of
-    rank 0. See `config.link_source`.
+    with gloo (from 90 Mbit/s to loopback, 2026-11-28). The cache is a file in the directory of torch's caches on rank
+    0's host. See `config.link_source`.
     """
     group, device, known = replica.group, replica.device, _links.setdefault(replica.group.process_group, {})
     if device.type not in known:

@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module, ReplicaJoinable):
         bucket_cap_mb: as in `ReplicateConfig`; without it, `config` determines the bucket boundaries.
         gradient_as_bucket_view, static_graph: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
         device_mesh: as in `replicate`; it may have two dimensions.
-        forward_sync_buffers: overrides `broadcast_buffers`, except that buffers are always broadcast at the start.
+        forward_sync_buffers: if given, overrides `broadcast_buffers`, and buffers are broadcast at the start too.
         ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
         mp_policy: as in `replicate`, but applied by the wrapper's forward, not by that of `.module`.
         config: all options in one object; an argument given here overrides its field.

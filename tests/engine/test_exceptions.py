@@ -77,7 +77,7 @@ class Net(nn.Module):
         return self.layers[2](torch.tanh(self.layers[1](x)))
 
 
-EXACT = ("plain", "capped", "in_backward", "shard", "modules", "two_levels")
+EXACT = ("plain", "capped", "in_backward", "overlap", "shard", "modules", "two_levels")
 
 
 def replicated(kind, group, *, ticks):
@@ -96,8 +96,8 @@ def replicated(kind, group, *, ticks):
         model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())
     if kind == "functional":
         model.register_comm_hook(dp_compile.HookState(), Rounded())
-    if kind in ("in_backward", "shard"):
-        dp_compile.optim.in_backward(model, optimizer, shard=kind == "shard")
+    if kind in ("in_backward", "overlap", "shard"):
+        dp_compile.optim.in_backward(model, optimizer, overlap_forward=kind == "overlap", shard=kind == "shard")
     return model, optimizer
 
 
@@ -181,7 +181,8 @@ def run(cell):
         group = dist.new_group(timeout=timedelta(seconds=BOUND_S))
     ticks = cell.stage == "in an op between launches"
     model, optimizer = replicated(cell.kind, group, ticks=ticks)
-    forward = model if cell.way == "hooks" else torch.compile(model, backend="aot_eager")
+    backend = "dp_compile" if cell.kind == "overlap" else "aot_eager"
+    forward = model if cell.way == "hooks" else torch.compile(model, backend=backend)
     errors, seconds, done = list[str](), 0.0, 0
     failing = 0 if cell.stage in AT_FIRST else FAILING
     planted = not (cell.everywhere or rank == 1)
@@ -271,6 +272,7 @@ SPANNING = [
     Cell("in a post-accumulate hook", "capped", "hooks", False),
     Cell("in an op between launches", "functional", "hooks", True, KeyboardInterrupt),
     Cell("in an op between launches", "capped", "captured", False),
+    Cell("in an op between launches", "overlap", "captured", False),
     Cell("in an op between launches", "shard", "captured", True, KeyboardInterrupt),
     Cell("at a launch", "bf16", "hooks", False),
     Cell("in a wait", "shard", "hooks", False),
@@ -294,8 +296,8 @@ def test_a_spanning_set(ranks2, cell):
     judged(cell, ranks2.run(run, cell, timeout_s=6 * BOUND_S))
 
 
-KINDS = ("plain", "capped", "bf16", "int8", "functional", "in_backward", "shard", "two_levels")
-KINDS_OF = {"in the update": ("in_backward", "shard"), "in a gather": ("shard",)}
+KINDS = ("plain", "capped", "bf16", "int8", "functional", "in_backward", "overlap", "shard", "two_levels")
+KINDS_OF = {"in the update": ("in_backward", "overlap", "shard"), "in a gather": ("shard",)}
 NOT_IN = {
     "captured": ("at a launch", "in a wait"),
     "hooks": ("after the last wait", "in the capture", "in the compiler"),
