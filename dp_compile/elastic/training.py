@@ -262,7 +262,8 @@ class Training:
 
     def _lose(self, error: BaseException) -> bool:
         """Handle the error of a step. Return whether the training continues."""
-        of_others = is_of_other_ranks(error) or isinstance(error, VoidBackwardError)
+        is_undone = isinstance(error, VoidBackwardError) and all(each.device.type == "cpu" for each in self._replicas())
+        of_others = is_of_other_ranks(error) or is_undone  # on GPUs a void backward may have been stepped with
         self._losses += 1
         if not of_others or self._losses > MOST_LOSSES_IN_A_ROW:
             self._has_left = True
