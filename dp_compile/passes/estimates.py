@@ -45,7 +45,7 @@ class Accumulation(NamedTuple):
 class Shares(NamedTuple):
     """When a gradient is ready, and its own work, which only this gradient needs; as shares of the graph's work.
 
-    `ready`: for launches in graph order, before the work that only later launches need (`overlap.py`). `backward_s`:
+    `ready`: if launches are in graph order, and work for later ones alone is deferred (`overlap.py`). `backward_s`:
     duration of the graph at `_BYTES_PER_S`. A GPT and a ResNet of the benchmark take 0.96 and 0.77 of that, 1,000 small
     layers 6 times as long, one large embedding 0.23 (one CPU core, 2026-11-28). `may_wait`: see `_may_wait`.
     """
