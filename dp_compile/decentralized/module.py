@@ -181,7 +181,7 @@ class DecentralizedModule(nn.Module):
 
     @contextlib.contextmanager
     def global_average(self) -> Iterator[None]:
-        """Set parameters to their average over all ranks in the context, to evaluate or save; restore them on exit."""
+        """In the context, set parameters to their average over all ranks, to evaluate or save; restore on exit."""
         self.global_avg()
         try:
             yield

@@ -195,8 +195,8 @@ class CompiledBackward:
                 f"{names.get(place, place)} {found[place]} times" for place in (expected - found) + (found - expected)
             ]
             raise ReductionError(
-                f"the captured backward reduces {', '.join(wrong[:8])}, expected once each. Is there a sparse gradient "
-                "without nn.Embedding(sparse=True)? Compute it with sparse=False. Otherwise hooks were traced "
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once each. Does any op but "
+                "nn.Embedding(sparse=True) make a sparse gradient? Use sparse=False there. Otherwise hooks were traced "
                 "incorrectly; please report this error with the model."
             )
 
