@@ -251,7 +251,7 @@ def no_sync_of_torch(module: Any) -> Iterator[None]:
 
 
 def replicate_by_torch(module: nn.Module, **options: Any) -> None:
-    """Apply torch's composable `replicate`, which uses torch's DDP, with the options that are not None. Imports it."""
+    """Import torch's composable `replicate`, which uses torch's DDP, and apply it with options that are not None."""
     from torch.distributed._composable.replicate import replicate
 
     replicate(module, **{name: value for name, value in options.items() if value is not None})
