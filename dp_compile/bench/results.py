@@ -203,10 +203,11 @@ def _rows(cell: Cell, reference: str) -> Iterator[Sequence[str]]:
     yield ["mode", f"step / {reference}", "until warm", "peak memory"]
     times = ratios(cell, reference)
     for name, mode in cell.measured().items():
-        low, middle, high = (1e3 * each for each in statistics.quantiles(mode.step_s, n=4, method="inclusive"))
+        quartiles = statistics.quantiles(mode.step_s, n=4, method="inclusive")
+        low, middle, high = (float(f"{1e3 * each:.3g}") for each in quartiles)
         yield [
             f"*{name}*" if mode.is_bound else name,
-            str(times.get((name, "step"), f"{middle:.3g} ms ({low:.3g}-{high:.3g})")),
+            str(times.get((name, "step"), f"{middle:g} ms ({low:g}-{high:g})")),
             str(times.get((name, "until warm"), f"{statistics.median(mode.starts_s):.1f} s")),
             format_bytes(mode.peak_nbytes),
         ]
