@@ -116,7 +116,7 @@ class MeasuredStep:
 
     @property
     def next_forward(self) -> Followed | None:
-        """The first forward after the backward that waited for updates by itself, `None` if none was recorded."""
+        """After the backward, the first recorded forward whose code waits for updates; `None` without one."""
         return next((each for each in self.follows if each.what == FORWARD and self.is_after(each.start_s)), None)
 
     @property
