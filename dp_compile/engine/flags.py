@@ -94,7 +94,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
 
 
 def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
-    """Return the flags of a rank whose backward failed, and count their reduction. Stores the error for other ranks."""
+    """Return the flags of a failed backward, and advance the count of flag reductions. Stores the error for others."""
     _settled[replica.group.name] += 1
     local, channel = replica.state.step_guard, channel_of(replica)
     local.stepped.clear()
