@@ -58,7 +58,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
     if ranks == 1:
         return AllReduceCost(0.0, 0.0), "one rank reduces nothing"
     if inside > 1 and (ranks <= inside or ranks % inside):
-        raise ConfigError(f"ranks must be two or more full nodes of {inside} ranks, {2 * inside} or more, got {ranks}.")
+        raise ConfigError(f"ranks must be a multiple of {inside} (ranks per node), {2 * inside} or more, got {ranks}.")
     if name is not None:
         cost = link(name).cost(ranks, hops=ring_or_tree)
         if inside == 1:

@@ -53,7 +53,7 @@ def compile_forward(
     if inductor.uses_cuda_graphs(settings):
         raise ConfigError(
             "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) replay a forward without "
-            "waiting for updates. Leave out CUDA graphs, or overlap_forward=True."
+            "waiting for updates. Leave out CUDA graphs or overlap_forward=True."
         )
     waits = inductor.Keyed(CompleteBeforeUse(tuple(crossing), len(inputs)))
     first = {replica: position for position, replica in reversed(crossing.items())}

@@ -329,7 +329,7 @@ def state_of(module: nn.Module) -> Replica | Pending:
     state = find_state(module)
     if state is None and distributed.is_reduced_by_torch(unwrap(module)):
         raise UnsupportedModuleError(
-            f"torch's own DDP reduces the gradients of {class_name(unwrap(module))}, as with the off-switch "
+            f"torch's own DDP reduces the gradients of {class_name(unwrap(module))}, e.g. by the off-switch "
             f"{HOOK_VARIABLE}=0 or ddp_python_hook=False. This call needs dp_compile's hooks: leave it out, or switch "
             "them on. no_sync(), warmup() and report() work in both modes."
         )
