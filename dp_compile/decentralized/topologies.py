@@ -95,7 +95,7 @@ class Topology:
 
 
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
-    """Return the topology `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. One rank has no neighbours.
+    """Return the topology `complete`, `ring`, `one-peer-exp` or `alternating-exp-ring`. With 1 rank: no neighbours.
 
     `local_world_size`: ranks per node, for `alternating-exp-ring`; must divide `world_size`. Raises `ConfigError`.
     """

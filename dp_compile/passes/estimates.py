@@ -60,8 +60,8 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[
     """Return the `Shares` of each accumulation of a graph.
 
     The work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
-    Patterson, CACM 2009). torch's flop counter gives the FLOPs. The work of a collective is the memory traffic possible
-    while a nominal link carries it. In a graph without work, each gradient is ready at 1, the end.
+    Patterson, CACM 2009). torch's flop counter gives the FLOPs. A collective's work is the bytes memory could move in
+    its time on a nominal link. In a graph without work, each gradient is ready at 1, the end.
     """
     if not accumulations:
         return []
