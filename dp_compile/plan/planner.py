@@ -143,7 +143,7 @@ class PlanResult(NamedTuple):
 
 
 def plan_fixed(gradients: Sequence[GradientSpec], cap_mb: float) -> PlanResult:
-    """Plan buckets by size in MiB, as torch's DDP does; `math.inf`: per key, one bucket after the first."""
+    """Plan buckets by size in MiB, per key a small first one, as DDP does; `math.inf`: the rest in one."""
     return PlanResult(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(FIRST_CAP_MB, cap_mb)))
 
 
