@@ -215,7 +215,7 @@ def is_reduced_by_torch(module: nn.Module) -> bool:
 
 
 def ranks_of_torch_ddp(module: Any) -> int:
-    """Return the number of ranks over which torch's DDP averages. `replicate` creates its DDP in the first forward."""
+    """Return over how many ranks torch's DDP averages. torch's `replicate` creates its DDP in the first forward."""
     if not isinstance(module, TorchDDP):
         from torch.distributed._composable.replicate import replicate
 

@@ -31,8 +31,8 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import ReadyGradient, finish_time, jobs_of, release_time_bound, release_times, weights_of
 from dp_compile.plan.words import BYTES_PER_MB
 
-ASSUMED: Final = "assumed as long as the communication, divided among gradients by their elements"
-ESTIMATED: Final = "assumed as long as the communication, divided among ops by their estimated work"
+ASSUMED: Final = "assumed equal to communication time, divided among gradients by their elements"
+ESTIMATED: Final = "assumed equal to communication time, divided among ops by their estimated work"
 
 # Factors by which the network may be slower, compared with the backward, than estimated; the estimate itself is first.
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
