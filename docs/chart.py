@@ -90,9 +90,7 @@ def chart(path: Path) -> str:
     longest = max(found[network][mode].value for network in found for mode in NAMES if mode in found[network])
     scale, height = (WIDTH - LEFT - RIGHT) / longest, 30 + len(found) * (len(NAMES) * (BAR + 5) + GAP)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">', STYLE]
-    lines += [
-        "<title>Step time over that of an ideal, which starts all communication first. Lower is better.</title>"
-    ]
+    lines += ["<title>Step time over that of an ideal, which starts all communication first. Lower is better.</title>"]
     y = GAP
     for network, times in found.items():
         times_x = network.rpartition(" ")[2].rstrip("x")

@@ -334,7 +334,7 @@ def mode(name: str) -> Mode:
         least = 1.0 if base == "ddp_compiled" else 0.0
         cap_mb = float(argument) if re.fullmatch(r"\d+(\.\d*)?", argument) else 0.0
         has_cap = base in MODES and MODES[base].takes("cap_mb") and cap_mb > 0 and cap_mb >= least
-        require(has_cap, f"mode {name!r}", "a mode with a bucket cap, then ':MIB' > 0 (ddp_compiled: >= 1)", argument)
+        require(has_cap, "NAME:MIB", "a mode with a bucket cap and MiB > 0 (ddp_compiled: >= 1)", name)
         return MODES[base]._replace(name=name, prepare=partial(MODES[base].prepare, cap_mb=cap_mb))
     known = f"one of {', '.join(MODES)}, 'NAME:MIB' for those with a bucket cap, or 'package.module:function'"
     require(bool(base), "a mode", known, name)

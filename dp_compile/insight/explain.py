@@ -113,7 +113,7 @@ class Explanation:
         if seen is not None:
             off = None if self.end_s is None or not seen.end_s or step.has_two_halves else self.end_s / seen.end_s - 1
             yield f"measured: {seen}" + ("" if off is None else f"; predicted end {off:+.1%}")
-        found = f"measured on rank {seen.rank}; for the plan, " if seen and step.ready.backward_s is None else ""
+        found = f"measured on rank {seen.rank}; when planned, " if seen and step.ready.backward_s is None else ""
         yield f"backward: {found}{step.ready.basis}"
         yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"
 

@@ -126,7 +126,7 @@ def planned_reductions(graph: fx.Graph, plans: Sequence[BucketPlan]) -> dict[int
 class GraphOps:
     """Implementation of `Ops` that inserts nodes into a graph, before the node `before`.
 
-    `reductions`: the `reduce_grad` node of each member. `unit`: positions of the replica (in the backward) and bucket.
+    `reductions`: the `reduce_grad` node of each member. `unit`: indices of the replica (in the backward) and bucket.
     """
 
     graph: fx.Graph

@@ -389,7 +389,7 @@ def _step_of_hook(
     run = now.hook_runs[replica, bucket]
     if [each.data_ptr() for each in run.bucket.gradients] != [each.data_ptr() for each in gradients]:
         raise ReductionError(
-            f"comm hook {hook} receives gradients at other addresses than in its previous step. The "
+            f"comm hook {hook} receives gradients at other addresses than in its last round. The "
             "memory that the hook still reads may have been overwritten. Use "
             'ReplicateConfig(backend="aot_eager") with this hook.'
         )
