@@ -23,7 +23,7 @@ _ENDS: Final = {"placeholder": 0, "output": 2}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """For which bucket (replica and number) and which of its members a pass created a node."""
+    """For which unit (in passes: replica and number) and which of its members a pass created a node."""
 
     unit: tuple[int, int]
     members: tuple[int, ...] = ()
