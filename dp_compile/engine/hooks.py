@@ -393,9 +393,9 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             rest.memory = None  # launched collectives may still use it
             # Once the flags are launched, every rank will accept the gradients. Plans for deferred updates have them in
             # their first bucket, others in the last.
-            places = [number for number, each in enumerate(replica.plan.buckets) for _ in each.members]
-            indices = [member.gradient.index for each in replica.plan.buckets for member in each.members]
-            local.reduced = launched > rest.due.index((places[indices.index(len(replica.parameters))], 0))
+            held = [{member.gradient.index for member in each.members} for each in replica.plan.buckets]
+            of_flags = next(number for number, indices in enumerate(held) if len(replica.parameters) in indices)
+            local.reduced = launched > rest.due.index((of_flags, 0))
             rest.launch_rest(flags_of_failure(replica, error))  # with zeros
             for _, reducing in rest.flights:
                 finished(reducing)
