@@ -114,12 +114,6 @@ def hooks_behind(leaf: torch.Tensor) -> dict[int, Any]:
     return {} if found is None else found
 
 
-def accumulates(leaf: torch.Tensor) -> object:
-    """Return the AccumulateGrad node of a leaf that requires grad, the same object while that node lives. Requires
-    grad mode. Takes 1 us, less than torch's `get_gradient_edge`."""
-    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
 def is_aot_backward(node: object) -> bool:
     """Return whether an autograd node is the backward of a graph compiled by AOTAutograd."""
     return type(node).__name__ == "CompiledFunctionBackward"

@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
+from filelock import FileLock, Timeout
 from torch import fx
 
 from dp_compile._torch.captured_ops import NamedOp
@@ -19,8 +21,10 @@ with named():
     from torch._functorch import config as _functorch_config
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as config
+    from torch._inductor import config_comms
     from torch._inductor import ir as _ir
     from torch._inductor import list_mode_options as list_mode_options
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
@@ -29,6 +33,13 @@ with named():
     from torch._inductor.lowering import lowerings as _lowerings
     from torch._inductor.lowering import register_lowering as register_lowering
     from torch._inductor.virtualized import V as _state
+
+# Settings with which Inductor launches collectives while it compiles, so that all ranks have to compile at once.
+_COLLECTIVES: Final = (
+    "distributed_max_autotune_gemm",
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+    "aten_distributed_optimizations.spmd_check",
+)
 
 GraphPassFn = Callable[[fx.Graph], None]
 OnCode = Callable[[fx.Graph, str], None]
@@ -39,8 +50,9 @@ def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
 ) -> Callable[..., Any]:
     """Compile with Inductor, with `graph_pass` as the last post-grad pass. Patches config for this compile only."""
+    chained = _chained(config.post_grad_custom_post_pass, graph_pass)
     patches: dict[str, Any] = {
-        "post_grad_custom_post_pass": _chained(config.post_grad_custom_post_pass, graph_pass),
+        "post_grad_custom_post_pass": chained,
         # On by default. It schedules all compute first and then waits right after each launch, so nothing overlaps.
         "reorder_for_peak_memory": False,
     }
@@ -63,8 +75,34 @@ def compile_with_inductor(
     # Sorted, because the order is a part of the cache's key.
     cacheable = config.unsafe_marked_cacheable_functions | dict.fromkeys(sorted(names), torch.__version__)
     inner: dict[str, Any] = {} if on_code is None else {"inner_compile": compile_inner}
-    with config.patch(unsafe_marked_cacheable_functions=cacheable):
+    key = repr((gm.code, chained.uuid(), [getattr(each, "shape", None) for each in inputs]))
+    is_cached = config.fx_graph_cache and not config.force_disable_caches and chained.uuid() is not None
+    meets = config_comms.runtime_estimations_align_across_all_distributed_ranks
+    meets = meets or any(config.get_config_copy().get(name) for name in _COLLECTIVES)
+    with (
+        config.patch(unsafe_marked_cacheable_functions=cacheable),
+        first_on_host(key) if is_cached and not meets else contextlib.nullcontext(),
+    ):
         return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **inner))
+
+
+@contextlib.contextmanager
+def first_on_host(key: str) -> Iterator[None]:
+    """Run the block first in one process of this host. Others with this key wait until it ends, at most 10 minutes.
+
+    So one rank compiles a graph, and the others find its code in the compile caches.
+    """
+    lock = FileLock(Path(get_lock_dir(), f"dp_compile_{hashlib.sha256(key.encode()).hexdigest()}.lock"))
+    try:
+        with contextlib.suppress(OSError, Timeout):  # without a lock every process compiles
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                lock.acquire(timeout=LOCK_TIMEOUT)
+                lock.release()
+        yield
+    finally:
+        lock.release()
 
 
 def compile_forward_with_inductor(

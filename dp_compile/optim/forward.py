@@ -13,7 +13,7 @@ from dp_compile.engine.ranges import FORWARD, during
 from dp_compile.errors import ConfigError
 from dp_compile.optim.readers import note_forward
 from dp_compile.passes.crossing import CompleteBeforeUse, in_flight, take_starts_out, wait_for_parameters
-from dp_compile.replica.replica import Replica, owners
+from dp_compile.replica.replica import owners
 
 
 def compile_forward(
@@ -38,7 +38,8 @@ def compile_forward(
         ConfigError: updates are deferred and CUDA graphs are on, which would replay the forward without waiting.
     """
     parameters = {position: each for position, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
-    crossing = {position: found for position, each in parameters.items() if (found := _deferring_replica_of(each))}
+    owned = {position: found[0] for position, each in parameters.items() if (found := owners.find(each))}
+    crossing = {position: each for position, each in owned.items() if any(one.deferred for one in each.after.updates)}
     settings = {**({} if mode is None else inductor.list_mode_options(mode)), **(options or {})}
     broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
     starts_here, part_starts = take_starts_out(graph_module)
@@ -65,11 +66,6 @@ def compile_forward(
         for replica in first:
             replica.wait_for_updates()  # uncompiled code between the graphs may read any parameter, in this call too
     return _waiting_by_itself(compiled, tuple(first.values()), breaks=breaks, starts_here=starts_here)
-
-
-def _deferring_replica_of(parameter: nn.Parameter) -> Replica | None:
-    found = owners.find(parameter)
-    return found[0] if found is not None and any(each.deferred for each in found[0].after.updates) else None
 
 
 def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Callable[..., Any]:

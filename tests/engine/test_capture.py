@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -22,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
-from dp_compile._torch import autograd, compiler, dynamo
+from dp_compile._torch import autograd, compiler, dynamo, inductor
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine import compile as compilation
 from dp_compile.engine import dumps
@@ -388,11 +390,12 @@ class Columns(nn.Module):
         return x[:, 0] * x[:, 1].sigmoid()
 
 
-def test_the_next_process_finds_the_code_of_the_same_plan():
+def test_the_next_process_finds_the_code_of_the_same_plan(monkeypatch):
     """In AOTAutograd's cache, for which a graph must be pickled. Here the next process is one without compiled code.
 
     The first backward only accumulates, so AOTAutograd compiles it and caches the forward too."""
-    hits, collectives = [], []
+    hits, collectives, locked = [], [], []
+    monkeypatch.setattr(inductor, "first_on_host", lambda key: locked.append(key) or nullcontext())
     with fresh_cache():
         for cap_mb in (None, None, 1e-6):
             torch._dynamo.reset()
@@ -406,6 +409,33 @@ def test_the_next_process_finds_the_code_of_the_same_plan():
             collectives.append(twin.report.captures[-1].collectives)
     assert hits == [0, 2, 1]
     assert collectives[0] == collectives[1] < collectives[2]
+    assert [locked.index(key) for key in locked] == [0, 1, 0, 1, 0, 5]
+
+
+def test_one_process_of_a_host_compiles_a_graph_while_the_others_wait():
+    compiles, may_end, others_meet, order = threading.Event(), threading.Event(), threading.Barrier(2), []
+
+    def compile_first():
+        with inductor.first_on_host("a graph"):
+            compiles.set()
+            assert may_end.wait(20)
+            order.append("compiled")
+
+    def load():
+        with inductor.first_on_host("a graph"):
+            order.append("loaded")
+            others_meet.wait(20)  # they do not wait for each other
+
+    with fresh_cache(), ThreadPoolExecutor(3) as pool:
+        threads = [pool.submit(compile_first)]
+        assert compiles.wait(20)
+        threads += [pool.submit(load), pool.submit(load)]
+        with inductor.first_on_host("another graph"):
+            time.sleep(0.2)
+        may_end.set()
+        for each in threads:
+            each.result()
+    assert order == ["compiled", "loaded", "loaded"]
 
 
 def test_a_graph_that_cannot_be_printed_stops_no_training(dumped, monkeypatch):

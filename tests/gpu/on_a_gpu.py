@@ -25,7 +25,7 @@ ROOT = HERE.parents[1]
 PART_S = 274.0
 """Of the 280 s of a part; starting and ending take the rest."""
 OLDEST = (2, 11)
-NEEDED = ("torch", "sympy", "numpy", "tqdm")
+NEEDED = ("torch", "filelock", "sympy", "numpy", "tqdm")
 WHOLE = "its processes end by themselves"
 """The last claim of each experiment."""
 PATIENCE = 3
