@@ -324,10 +324,14 @@ def test_generated_code_leaves_to_an_optimizer_what_it_keeps():
 
     import_module("dp_compile.passes.lowering")  # loaded only by what compiles
 
-    def place(graph):
-        PlaceUpdates((-1, -1, 0))(graph, [PLAN])
+    class Place(inductor.CustomGraphPass):
+        def __call__(self, graph):
+            PlaceUpdates((-1, -1, 0))(graph, [PLAN])
 
-    compiled = inductor.compile_with_inductor(trace(backward, x, y, parameter), [x, y, parameter], place)
+        def uuid(self):
+            return None
+
+    compiled = inductor.compile_with_inductor(trace(backward, x, y, parameter), [x, y, parameter], Place())
     with Running([PLAN], optimizers=[[target]]):
         (result,) = compiled(x, y, parameter)
     torch.testing.assert_close(result, y.sin())
